@@ -1,0 +1,1 @@
+"""Compiled kernels: pure functions over arrays, numpy and Numba only."""

@@ -1,0 +1,1 @@
+"""A small reference engine for GGUF models, built on the cache."""

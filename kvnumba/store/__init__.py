@@ -1,0 +1,1 @@
+"""Sessions on disk: packs of rows, a checkpoint and a journal."""
