@@ -1,0 +1,326 @@
+"""What a cache is: sizes, element types, rope and layout, and the byte counts that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from kvnumba.dtypes import ElementType, kv_type
+from kvnumba.errors import ConfigError
+
+PAIRINGS = ("normal", "neox", "none")
+PLACEMENTS = ("scatter", "ring")
+SHARED_RULES = ("move", "refuse", "copy")
+MAX_SEQ = 1 << 16
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the K rows.
+
+    Attributes
+    ----------
+    n_rot : int
+        Values of each head that are rotated, starting at its first; even. The rest is untouched.
+    pairing : {"normal", "neox", "none"}
+        Which values form a pair: ``(2i, 2i+1)``, ``(i, i + n_rot/2)``, or no rotation at all.
+    freq_base, freq_scale : float
+        Base of the frequencies, and the linear position scale (1 / context extension).
+    ext_factor : float
+        YaRN mix; 0 switches YaRN off.
+    attn_factor : float
+        Magnitude given to rotated values when they are first written (never again on a shift).
+    beta_fast, beta_slow : float
+        YaRN ramp, in rotations over the original context.
+    n_ctx_orig : int
+        Context length the model was trained with, in tokens (YaRN only).
+    freq_factors : tuple of float, optional
+        Divisor of each pair's frequency, length ``n_rot // 2``.
+
+    Notes
+    -----
+    Formulas: llama.cpp ``ggml/src/ggml-cpu/ops.cpp`` at 0c1e57098, and Peng et al., "YaRN"
+    (arXiv 2309.00071), section 3.2.
+    """
+
+    n_rot: int
+    pairing: str = "normal"
+    freq_base: float = 10000.0
+    freq_scale: float = 1.0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    n_ctx_orig: int = 0
+    freq_factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.pairing not in PAIRINGS:
+            raise ConfigError(f"rope pairing {self.pairing!r} is not one of {PAIRINGS}")
+        if self.n_rot < 0 or self.n_rot % 2:
+            raise ConfigError(f"n_rot {self.n_rot} must be even and at least 0")
+        if not (self.freq_base > 0 and self.freq_scale > 0):
+            raise ConfigError(
+                f"freq_base {self.freq_base} and freq_scale {self.freq_scale} must be above 0"
+            )
+        if self.ext_factor and self.n_ctx_orig < 1:
+            raise ConfigError("YaRN (ext_factor != 0) needs n_ctx_orig, the trained context length")
+        if self.freq_factors is not None:
+            object.__setattr__(self, "freq_factors", tuple(map(float, self.freq_factors)))
+            if len(self.freq_factors) != self.n_rot // 2:
+                raise ConfigError(
+                    f"{len(self.freq_factors)} freq_factors given, n_rot // 2 = {self.n_rot // 2} "
+                    "wanted"
+                )
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on K (and Q) values when they are written; 1 for a shift, which finds it there."""
+        if self.ext_factor == 0:
+            return self.attn_factor
+        return self.attn_factor * (1 + 0.1 * math.log(1 / self.freq_scale))
+
+    def theta(self) -> np.ndarray:
+        """Return the angle of each pair per position, shape ``(n_rot // 2,)``, float64, radians.
+
+        Frequency factors, linear scaling and YaRN are all linear in the position, so this one
+        table serves the first rotation and every shift.
+        """
+        i = np.arange(self.n_rot // 2, dtype=np.float64)
+        a = self.freq_base ** (-2 * i / max(1, self.n_rot))
+        if self.freq_factors is not None:
+            a = a / np.asarray(self.freq_factors)
+        if self.ext_factor == 0:
+            return a * self.freq_scale
+        low = max(0.0, math.floor(self._yarn_dim(self.beta_fast)))
+        high = min(self.n_rot - 1.0, math.ceil(self._yarn_dim(self.beta_slow)))
+        ramp = 1 - np.clip((i - low) / max(0.001, high - low), 0, 1)
+        ramp = ramp * self.ext_factor
+        return a * self.freq_scale * (1 - ramp) + a * ramp
+
+    def _yarn_dim(self, beta: float) -> float:
+        n = self.n_ctx_orig / (2 * math.pi * beta)
+        return self.n_rot * math.log(n) / (2 * math.log(self.freq_base))
+
+
+def _per_layer(value: int | Sequence[int], n_layer: int, name: str) -> tuple[int, ...]:
+    values = (value,) * n_layer if isinstance(value, (int, np.integer)) else tuple(value)
+    values = tuple(int(v) for v in values)
+    if len(values) != n_layer:
+        raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
+    if min(values) < 1:
+        raise ConfigError(f"{name} must be at least 1 in every layer, got {min(values)}")
+    return values
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes, types and layout of a cache. All other numbers follow from these.
+
+    Attributes
+    ----------
+    n_layer : int
+        Layers that have K and V.
+    n_ctx : int
+        Cells that may be in use at once.
+    n_head_kv, head_dim : int or sequence of int
+        KV heads and values per head, for all layers or for each.
+    head_dim_v : int or sequence of int, optional
+        Values per head of V; default `head_dim`.
+    n_seq_max : int
+        Sequence ids run from 0 to ``n_seq_max - 1``.
+    type_k, type_v : str
+        Element types of K and V, see `kvnumba.dtypes.KV_TYPES`.
+    v_trans : bool
+        Store V by channel (``[n_embd_v, n_cells]``) instead of by cell.
+    rope : RopeConfig, sequence of RopeConfig, or None
+        Rotation of K, for all layers or for each; None: K is not rotated.
+    n_batch, n_ubatch : int
+        Largest batch, and largest part of it that is placed and computed at once, in tokens.
+    n_spare : int
+        Further cells beyond `n_ctx`. Sessions need them to move rows that the last commit names.
+    placement : {"scatter", "ring"}
+        Any free cells, or one contiguous run found by the reference's search.
+    shared : {"move", "refuse", "copy"}
+        What `seq_add` and `seq_div` do with cells that other sequences also hold.
+    flash_attn : bool
+        Only the reference's padding depends on it: 256 cells with, 32 without.
+    can_shift : bool
+        False for models whose K must not be rotated after the fact.
+
+    Raises
+    ------
+    ConfigError
+        If a value is impossible; the message names it.
+    """
+
+    n_layer: int
+    n_ctx: int
+    n_head_kv: int | tuple[int, ...]
+    head_dim: int | tuple[int, ...]
+    head_dim_v: int | tuple[int, ...] | None = None
+    n_seq_max: int = 1
+    type_k: str = "f16"
+    type_v: str = "f16"
+    v_trans: bool = False
+    rope: RopeConfig | tuple[RopeConfig | None, ...] | None = None
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_spare: int = 0
+    placement: str = "scatter"
+    shared: str = "move"
+    flash_attn: bool = True
+    can_shift: bool = True
+    _ropes: tuple[RopeConfig | None, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_ctx", "n_seq_max", "n_batch", "n_ubatch"):
+            self._check_count(name, 1)
+        self._check_count("n_spare", 0)
+        if self.n_cells > np.iinfo(np.int32).max - 64:
+            raise ConfigError(f"n_ctx + n_spare = {self.n_cells} is beyond 2**31 - 65 cells")
+        if self.n_seq_max > MAX_SEQ:
+            raise ConfigError(f"n_seq_max {self.n_seq_max} is beyond {MAX_SEQ}")
+        put = object.__setattr__
+        put(self, "n_head_kv", _per_layer(self.n_head_kv, self.n_layer, "n_head_kv"))
+        put(self, "head_dim", _per_layer(self.head_dim, self.n_layer, "head_dim"))
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        put(self, "head_dim_v", _per_layer(head_dim_v, self.n_layer, "head_dim_v"))
+        put(self, "type_k", kv_type(self.type_k).name)
+        put(self, "type_v", kv_type(self.type_v).name)
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(f"placement {self.placement!r} is not one of {PLACEMENTS}")
+        if self.shared not in SHARED_RULES:
+            raise ConfigError(f"shared {self.shared!r} is not one of {SHARED_RULES}")
+        ropes = self.rope
+        ropes = (ropes,) * self.n_layer if not isinstance(ropes, (tuple, list)) else tuple(ropes)
+        if len(ropes) != self.n_layer:
+            raise ConfigError(f"rope has {len(ropes)} entries, n_layer is {self.n_layer}")
+        put(self, "_ropes", ropes)
+        for il in range(self.n_layer):
+            self._check_layer(il)
+
+    def _check_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        object.__setattr__(self, name, int(value))
+
+    def _check_layer(self, il: int) -> None:
+        rope = self._ropes[il]
+        if rope is not None and rope.n_rot > self.k_head_dim(il):
+            raise ConfigError(
+                f"n_rot {rope.n_rot} is larger than head_dim {self.k_head_dim(il)} of layer {il}"
+            )
+        self.k_type.row_bytes(self.n_embd_k(il))
+        if not self.v_trans:
+            self.v_type.row_bytes(self.n_embd_v(il))
+        elif self.v_type.block != 1:
+            raise ConfigError(f"v_trans needs a plain type for V, not {self.type_v}")
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that exist: ``n_ctx + n_spare``."""
+        return self.n_ctx + self.n_spare
+
+    @property
+    def k_type(self) -> ElementType:
+        """Element type of K."""
+        return kv_type(self.type_k)
+
+    @property
+    def v_type(self) -> ElementType:
+        """Element type of V."""
+        return kv_type(self.type_v)
+
+    def n_kv_heads(self, il: int) -> int:
+        """Return the KV heads of layer `il`."""
+        return self.n_head_kv[il]  # type: ignore[index]
+
+    def k_head_dim(self, il: int) -> int:
+        """Return the values per K head of layer `il`."""
+        return self.head_dim[il]  # type: ignore[index]
+
+    def v_head_dim(self, il: int) -> int:
+        """Return the values per V head of layer `il`."""
+        return self.head_dim_v[il]  # type: ignore[index]
+
+    def n_embd_k(self, il: int) -> int:
+        """Return the values of one K row of layer `il`."""
+        return self.n_kv_heads(il) * self.k_head_dim(il)
+
+    def n_embd_v(self, il: int) -> int:
+        """Return the values of one V row of layer `il`."""
+        return self.n_kv_heads(il) * self.v_head_dim(il)
+
+    def rope_of(self, il: int) -> RopeConfig | None:
+        """Return the rope of layer `il`; None when its K is not rotated."""
+        rope = self._ropes[il]
+        return None if rope is None or rope.pairing == "none" or rope.n_rot == 0 else rope
+
+    def row_bytes_k(self, il: int) -> int:
+        """Return the bytes of one K row of layer `il`."""
+        return self.k_type.row_bytes(self.n_embd_k(il))
+
+    def row_bytes_v(self, il: int) -> int:
+        """Return the bytes of one V row of layer `il`."""
+        return self.v_type.block_bytes * self.n_embd_v(il) // self.v_type.block
+
+    @property
+    def bytes_per_cell_k(self) -> int:
+        """Bytes of K of one cell, all layers."""
+        return sum(self.row_bytes_k(il) for il in range(self.n_layer))
+
+    @property
+    def bytes_per_cell_v(self) -> int:
+        """Bytes of V of one cell, all layers."""
+        return sum(self.row_bytes_v(il) for il in range(self.n_layer))
+
+    @property
+    def size_k_bytes(self) -> int:
+        """Bytes of K for `n_ctx` cells."""
+        return self.bytes_per_cell_k * self.n_ctx
+
+    @property
+    def size_v_bytes(self) -> int:
+        """Bytes of V for `n_ctx` cells."""
+        return self.bytes_per_cell_v * self.n_ctx
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain JSON values."""
+        return {k: v for k, v in asdict(self).items() if not k.startswith("_")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
+        """Build a configuration from what `to_dict` gave (or a JSON file of the same shape).
+
+        Raises
+        ------
+        ConfigError
+            If a key is unknown or missing, or a value is impossible.
+        """
+        known = {f.name for f in fields(cls) if f.init}
+        unknown = set(values) - known
+        if unknown:
+            raise ConfigError(f"unknown keys {sorted(unknown)}; known: {sorted(known)}")
+        missing = {"n_layer", "n_ctx", "n_head_kv", "head_dim"} - set(values)
+        if missing:
+            raise ConfigError(f"missing keys {sorted(missing)}")
+        given = dict(values)
+        given["rope"] = _rope_from(given.get("rope"))
+        return cls(**given)
+
+
+def _rope_from(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        try:
+            return RopeConfig(**value)
+        except TypeError as error:
+            raise ConfigError(f"rope: {error}") from None
+    if isinstance(value, (list, tuple)):
+        return tuple(_rope_from(v) for v in value)
+    return value
