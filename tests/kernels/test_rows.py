@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference import narrow, widen
 
 from kvnumba.kernels import half, rows
 
 DTYPE = {"f32": np.float32, "f16": np.uint16, "bf16": np.uint16}
 WIDTHS = (1, 20, 192)
-
-
-def narrow(kind: str, values: np.ndarray) -> np.ndarray:
-    """Round float32 to storage items with NumPy alone."""
-    if kind == "f32":
-        return values.copy()
-    if kind == "f16":
-        return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def widen(kind: str, items: np.ndarray) -> np.ndarray:
-    if kind == "f32":
-        return items.copy()
-    if kind == "f16":
-        return items.view(np.float16).astype(np.float32)
-    return (items.astype(np.uint32) << 16).view(np.float32)
 
 
 def storage(kind: str, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
