@@ -1,0 +1,44 @@
+"""kvnumba: a Numba-accelerated, memory-mapped KV cache for language models on CPUs.
+
+Importing the package is cheap; Numba is loaded when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvnumba.config import CacheConfig, RopeConfig
+from kvnumba.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from kvnumba.batch import Batch
+    from kvnumba.store.fingerprint import Fingerprint
+    from kvnumba.store.session import Session
+    from kvnumba.unified import UnifiedCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "CacheConfig",
+    "Fingerprint",
+    "KVCacheError",
+    "RopeConfig",
+    "Session",
+    "UnifiedCache",
+    "__version__",
+]
+
+_LAZY = {
+    "Batch": "kvnumba.batch",
+    "Fingerprint": "kvnumba.store.fingerprint",
+    "Session": "kvnumba.store.session",
+    "UnifiedCache": "kvnumba.unified",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'kvnumba' has no attribute {name!r}")

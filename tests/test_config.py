@@ -1,0 +1,113 @@
+"""Sizes and rope tables that follow from a configuration; impossible ones are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kvnumba.config import CacheConfig, RopeConfig
+from kvnumba.dtypes import KV_TYPES, kv_type
+from kvnumba.errors import ConfigError
+
+GOOD = {"n_layer": 2, "n_ctx": 64, "n_head_kv": 2, "head_dim": 16}
+
+
+def test_sizes():
+    config = CacheConfig(**GOOD, type_k="f16", type_v="f32")
+    assert config.bytes_per_cell_k == 2 * 2 * 16 * 2
+    assert config.bytes_per_cell_v == 2 * 2 * 16 * 4
+    assert config.size_k_bytes == 64 * config.bytes_per_cell_k
+    assert config.size_v_bytes == 64 * config.bytes_per_cell_v
+
+
+def test_sizes_are_64_bit():
+    config = CacheConfig(n_layer=80, n_ctx=1_000_000, n_head_kv=8, head_dim=128)
+    assert config.size_k_bytes == 80 * 1_000_000 * 1024 * 2 > 2**32
+
+
+def test_per_layer_widths():
+    config = CacheConfig(n_layer=2, n_ctx=8, n_head_kv=(1, 3), head_dim=(8, 4), head_dim_v=(8, 2))
+    assert [config.n_embd_k(il) for il in range(2)] == [8, 12]
+    assert [config.n_embd_v(il) for il in range(2)] == [8, 6]
+
+
+def test_dict_round_trip_through_json():
+    rope = RopeConfig(8, "neox", freq_factors=(1.0, 2.0, 3.0, 4.0))
+    config = CacheConfig(**GOOD, rope=(rope, None), n_spare=3, shared="copy")
+    assert CacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n_layer": 0}, "n_layer"),
+        ({"n_ctx": 0}, "n_ctx"),
+        ({"n_ctx": 2.5}, "n_ctx"),
+        ({"n_ctx": True}, "n_ctx"),
+        ({"n_ctx": 2**31}, "n_ctx"),
+        ({"n_seq_max": 0}, "n_seq_max"),
+        ({"n_seq_max": 1 << 17}, "n_seq_max"),
+        ({"n_spare": -1}, "n_spare"),
+        ({"n_head_kv": (1, 2, 3)}, "n_head_kv"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"type_k": "q9_9"}, "q9_9"),
+        ({"placement": "best"}, "placement"),
+        ({"shared": "maybe"}, "shared"),
+        ({"rope": RopeConfig(32)}, "n_rot"),
+        ({"rope": (None,)}, "rope"),
+    ],
+)
+def test_impossible_values_are_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        CacheConfig(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("values", [{**GOOD, "n_layers": 2}, {"n_layer": 2}, {**GOOD, "rope": {}}])
+def test_from_dict_names_bad_keys(values):
+    with pytest.raises(ConfigError, match=r"n_layers|missing|rope"):
+        CacheConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n_rot": 7},
+        {"n_rot": 8, "pairing": "other"},
+        {"n_rot": 8, "freq_base": 0},
+        {"n_rot": 8, "ext_factor": 1.0},
+        {"n_rot": 8, "freq_factors": (1.0,)},
+    ],
+)
+def test_impossible_rope(values):
+    with pytest.raises(ConfigError):
+        RopeConfig(**values)
+
+
+def test_theta_plain_linear_and_factors():
+    plain = RopeConfig(8).theta()
+    np.testing.assert_allclose(plain, 10000.0 ** (-np.arange(4) / 4))
+    np.testing.assert_allclose(RopeConfig(8, freq_scale=0.25).theta(), plain / 4)
+    factors = (1.0, 2.0, 4.0, 8.0)
+    np.testing.assert_allclose(RopeConfig(8, freq_factors=factors).theta(), plain / factors)
+
+
+def test_theta_yarn_keeps_fast_and_scales_slow_pairs():
+    rope = RopeConfig(64, freq_scale=0.25, ext_factor=1.0, n_ctx_orig=4096)
+    plain = RopeConfig(64).theta()
+    theta = rope.theta()
+    np.testing.assert_allclose(theta[0], plain[0])  # many rotations: extrapolated
+    np.testing.assert_allclose(theta[-1], plain[-1] / 4)  # few: interpolated
+    assert (np.diff(theta) < 0).all()
+    assert rope.magnitude == pytest.approx(1 + 0.1 * math.log(4))
+    assert RopeConfig(64, attn_factor=1.5).magnitude == 1.5
+
+
+def test_kv_types_by_name_and_id():
+    assert kv_type("f16") is kv_type(1) is KV_TYPES["f16"]
+    assert KV_TYPES["bf16"].ggml_id == 30
+    with pytest.raises(ConfigError, match="allowed: f32, f16, bf16"):
+        kv_type("int4")
+    assert KV_TYPES["f32"].row_bytes(5) == 20
