@@ -95,8 +95,9 @@ class GGUFFile:
             except BufferError:  # views are in use: the last of them frees it
                 return
 
+    @property
     def keys(self) -> list[str]:
-        """Return the metadata keys in the file's order."""
+        """The metadata keys in the file's order."""
         return list(self._values)
 
     def get(self, key: str, default: Any = None) -> Any:

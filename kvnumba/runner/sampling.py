@@ -64,7 +64,8 @@ class Sampler:
             return best
         weights = logits.astype(np.float64)
         weights -= weights[best]
-        weights /= self.temperature
+        with np.errstate(over="ignore"):  # a tiny temperature: -inf, which exp makes 0
+            weights /= self.temperature
         np.exp(weights, out=weights)
         tokens = self._candidates(weights)
         bounds = np.cumsum(weights if tokens is None else weights[tokens])
