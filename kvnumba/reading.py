@@ -1,0 +1,125 @@
+"""Which cells the tokens of a ubatch may see, and attention over just those."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvnumba.cells import Cells
+from kvnumba.config import CacheConfig
+from kvnumba.errors import ConfigError, ShapeError
+from kvnumba.kernels.attend import Scratch, attend_rows
+from kvnumba.kernels.visible import visible_cells_kernel
+from kvnumba.layers import KVLayers
+
+
+class Reader:
+    """Attention over the cells in place.
+
+    The visible cells of a ubatch are listed once and serve all layers; the lists live in buffers
+    that are kept, so that a call allocates nothing that grows with the cache.
+    """
+
+    def __init__(self, config: CacheConfig, cells: Cells, layers: KVLayers):
+        self._config, self._cells, self._layers = config, cells, layers
+        self._scratch = Scratch()
+        self._buffers: list[np.ndarray] = []
+
+    def look_up(self, pos: np.ndarray, first_ids: np.ndarray) -> list[tuple[Any, ...]]:
+        """List the cells that tokens at `pos` see through their first sequence.
+
+        Parameters
+        ----------
+        pos, first_ids : ndarray, shape (n_tokens,), int32
+
+        Returns
+        -------
+        groups : list of (rows, q_pos, cells, cell_pos)
+            One entry per sequence: which tokens (a slice when they are adjacent), their
+            positions, and the sequence's cells up to the greatest of them. Valid until the next
+            call.
+        """
+        groups = []
+        for g, s in enumerate(dict.fromkeys(first_ids.tolist())):
+            rows = np.flatnonzero(first_ids == s)
+            adjacent = rows[-1] - rows[0] + 1 == len(rows)
+            q_pos = np.ascontiguousarray(pos[rows])
+            cells, cell_pos = self._buffer(g)
+            n = visible_cells_kernel(
+                self._cells.seq[s], self._cells.pos, 0, int(q_pos.max()), cells, cell_pos
+            )
+            where = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else rows
+            groups.append((where, q_pos, cells[:n], cell_pos[:n]))
+        return groups
+
+    def _buffer(self, g: int) -> np.ndarray:
+        if g == len(self._buffers):
+            self._buffers.append(np.empty((2, self._config.n_cells), np.int32))
+        return self._buffers[g]
+
+    def attend(
+        self,
+        il: int,
+        q: np.ndarray,
+        groups: list[tuple[Any, ...]],
+        out: np.ndarray | None = None,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> np.ndarray:
+        """Attend from `q` to the listed cells of layer `il`; see `UnifiedCache.attend`."""
+        config = self._config
+        out = self._checked(il, q, groups, out)
+        for rows, q_pos, cells, cell_pos in groups:
+            adjacent = isinstance(rows, slice)
+            part = out[rows] if adjacent else np.empty((len(rows), *out.shape[1:]), np.float32)
+            attend_rows(
+                config.type_k,
+                config.type_v,
+                np.ascontiguousarray(q[rows]),
+                self._layers.k[il],
+                self._layers.v[il],
+                config.n_kv_heads(il),
+                cells,
+                cell_pos,
+                q_pos,
+                part,
+                scale=1 / math.sqrt(config.k_head_dim(il)) if scale is None else scale,
+                v_trans=config.v_trans,
+                window=window,
+                soft_cap=soft_cap,
+                scratch=self._scratch,
+            )
+            if not adjacent:
+                out[rows] = part
+        return out
+
+    def _checked(
+        self, il: int, q: np.ndarray, groups: list[tuple[Any, ...]], out: np.ndarray | None
+    ) -> np.ndarray:
+        config = self._config
+        if not 0 <= il < config.n_layer:
+            raise ConfigError(f"layer {il} is outside [0, {config.n_layer})")
+        n_head_kv, n_tokens = config.n_kv_heads(il), sum(len(g[1]) for g in groups)
+        if (
+            q.ndim != 3
+            or q.dtype != np.float32
+            or q.shape[0] != n_tokens
+            or q.shape[1] % n_head_kv
+            or q.shape[2] != config.k_head_dim(il)
+        ):
+            raise ShapeError(
+                f"q is {q.dtype} {q.shape}; float32 [{n_tokens}, multiple of {n_head_kv}, "
+                f"{config.k_head_dim(il)}] wanted"
+            )
+        shape = (n_tokens, q.shape[1], config.v_head_dim(il))
+        if out is None:
+            return np.empty(shape, np.float32)
+        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ShapeError(
+                f"out is {out.dtype} {out.shape}; float32 {list(shape)} in C order wanted"
+            )
+        return out
