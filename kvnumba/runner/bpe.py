@@ -29,7 +29,8 @@ _BYTE_OF = {letter: byte for byte, letter in enumerate(_byte_letters())}
 class BytePairModel:
     """Cuts plain text into tokens by merge rank.
 
-    The library's objects are made at the first `encode_text`.
+    The library's objects are made at the first `encode_text`. A byte that the vocabulary has no
+    token for is left out, as llama.cpp does (SmolLM2 lacks some control characters).
 
     Parameters
     ----------
