@@ -61,16 +61,21 @@ class Cell:
         return new
 
 
+def resolved(p0, p1):
+    """Return the bounds of ``[p0, p1)``: a negative bound is no bound."""
+    return 0 if p0 < 0 else min(p0, NO_END), NO_END if p1 < 0 else min(p1, NO_END)
+
+
 def in_range(pos, p0, p1):
     """Whether ``p0 <= pos < p1``, where a negative bound is no bound."""
-    low = 0 if p0 < 0 else p0
-    high = NO_END if p1 < 0 else p1
+    low, high = resolved(p0, p1)
     return low <= pos < high
 
 
 def is_empty_range(p0, p1):
     """Whether the two bounds, resolved, are the same."""
-    return (0 if p0 < 0 else p0) == (NO_END if p1 < 0 else p1)
+    low, high = resolved(p0, p1)
+    return low == high
 
 
 class NaiveCells:
@@ -79,7 +84,8 @@ class NaiveCells:
     `placement` is "scatter" (the lowest free cells) or "ring" (one run, found by the reference's
     circular search from `search_start`). `shared` says what `seq_add` and `seq_div` do with cells
     that other sequences hold too: "move" them, "refuse", or work on a "copy". `pinned` is a set of
-    cells that are never given out. At most `n_ctx` cells may be in use.
+    cells whose rows must stay as they are: they are never given out, and a row that is to be
+    rotated moves elsewhere (if K is rotated at all: `rotates`). Up to `n_ctx` cells may be in use.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class NaiveCells:
         self.placement, self.shared = placement, shared
         self.n_ctx = n_cells if n_ctx is None else n_ctx
         self.pinned = set(pinned)
+        self.rotates = True
         self.cells = [Cell() for _ in range(n_cells)]
         self.search_start = 0
         self.has_shift = False
@@ -253,19 +260,68 @@ class NaiveCells:
 
     def commit(self):
         """Accept what is pending; in a ring the next search begins behind it."""
-        for where in self.pending:
-            if self.placement == "ring":
-                self.search_start += len(where)
-                if self.search_start >= self.n_cells:
-                    self.search_start = 0
-        self.pending = []
+        for where in list(self.pending):
+            self.accept(where)
+
+    def accept(self, where):
+        """Accept one placement."""
+        self.pending.remove(where)
+        if self.placement == "ring":
+            self.search_start = (where[0] + len(where)) % self.n_cells
 
     def rollback(self):
-        """Empty the pending cells."""
-        freed = [i for where in self.pending for i in where]
-        self.pending = []
+        """Empty all pending cells."""
+        self.undo(self.pending)
+
+    def undo(self, placements):
+        """Empty the cells of some placements, pending or accepted."""
+        freed = [i for where in placements for i in where]
+        self.pending = [where for where in self.pending if where not in placements]
         self.free(freed)
         self.search_from_at_most(freed)
+
+    def counted_on(self, seq_ids):
+        """Return the next position of each token's sequences, counted on within the batch."""
+        last = {}
+        pos = []
+        for ids in seq_ids:
+            p = 1 + max(last.get(s, self.seq_pos_max(s)) for s in ids)
+            if p > MAX_POS:
+                raise BadArgumentError("beyond the last position")
+            pos.append(p)
+            last.update(dict.fromkeys(ids, p))
+        return pos
+
+    def prepare(self, pos, seq_ids, n_ubatch):
+        """Plan a batch: update, then find a slot for each ubatch, on trial.
+
+        Return positions and slots. Each slot is to be placed and accepted in turn.
+        """
+        for ids in seq_ids:
+            for s in ids:
+                self.check_id(s)
+        if len(seq_ids) > self.n_ctx:
+            raise NeverFitsError(f"{len(seq_ids)} of {self.n_ctx}")
+        self.check_none_pending()
+        pos = self.counted_on(seq_ids) if pos is None else pos
+        self.update()
+        if self.placement == "scatter" and len(seq_ids) > self.n_free:
+            raise NoSlotError(f"{len(seq_ids)} of {self.n_free}")
+        start, slots = self.search_start, []
+        try:
+            for t in range(0, len(pos), n_ubatch):
+                slots.append(self.find_slot(len(pos[t : t + n_ubatch])))
+                self.place(slots[-1], pos[t : t + n_ubatch], seq_ids[t : t + n_ubatch])
+                self.accept(slots[-1])
+        finally:
+            self.free([i for where in slots for i in where])
+        self.search_start = start
+        return pos, slots
+
+    def begin(self, where):
+        """Note that a planned slot is placed now: as if just found."""
+        if self.placement == "ring":
+            self.search_start = where[0]
 
     def free(self, cells):
         """Make cells free: every field as in a new one."""
@@ -325,9 +381,9 @@ class NaiveCells:
             raise BadArgumentError(f"delta {delta}")
         if delta == 0 or is_empty_range(p0, p1):
             return
-        self.check_none_pending()
         if any(self.cells[i].pos + delta > MAX_POS for i in self.members_in(seq_id, p0, p1)):
             raise BadArgumentError("beyond the last position")
+        self.check_none_pending()
         self.separate(seq_id, p0, p1)
         freed = []
         for i in self.members_in(seq_id, p0, p1):
@@ -374,12 +430,18 @@ class NaiveCells:
     def update(self):
         """Rotate K where a shift is pending, then defragment if asked to."""
         self.check_none_pending()
-        done = False
-        for i in self.members(-1):
-            done = done or self.cells[i].shift != 0
+        shifted = [i for i in self.members(-1) if self.cells[i].shift != 0]
+        stuck = [i for i in shifted if i in self.pinned] if self.rotates else []
+        targets = self.free_cells()
+        if len(stuck) > len(targets):
+            raise NoSlotError(f"{len(stuck)} rotated rows, {len(targets)} free")
+        for i in shifted:
             self.cells[i].rotation += self.cells[i].shift
             self.cells[i].shift = 0
+        for i, target in zip(stuck, targets, strict=False):
+            self.cells[target], self.cells[i] = self.cells[i], Cell()
         self.has_shift = False
+        done = bool(shifted)
         if self.defrag_limit != "not asked for":
             limit, self.defrag_limit = self.defrag_limit, "not asked for"
             ids, n_moves = self.defrag_plan(limit)
@@ -401,16 +463,17 @@ class NaiveCells:
         """
         n_kv, n_used = self.cell_max(), self.used
         is_free = [c.is_free for c in self.cells]
+        is_hole = [self.can_be_given(i) for i in range(self.n_cells)]
         ids = [n_kv] * n_kv
         n_moves = 0
         i0 = 0
-        while i0 < n_used:
-            if not is_free[i0]:
-                ids[i0] = i0
+        while i0 < n_used and max_moves != 0:
+            if not is_hole[i0]:
+                ids[i0] = n_kv if is_free[i0] else i0
                 i0 += 1
                 continue
             n_hole = 1
-            while i0 + n_hole < n_used and is_free[i0 + n_hole]:
+            while i0 + n_hole < n_used and is_hole[i0 + n_hole]:
                 n_hole += 1
             first = n_kv  # the lowest of the last n_hole cells that can still move
             n_found = 0
