@@ -1,0 +1,1 @@
+"""Replaying what a real llama.cpp did, and comparing value by value."""

@@ -1,0 +1,162 @@
+"""Logits chains (``.json``): a list of decodes and verbs, run on a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvnumba.batch import Batch
+from kvnumba.dtypes import kv_type
+from kvnumba.errors import StateFormatError
+from kvnumba.replay.report import Report
+from kvnumba.unified import UnifiedCache
+
+# The reference rounds K, V and its attention inside when they are not f32.
+NMSE_F32 = 1e-9
+NMSE_ROUNDED = 1e-5
+
+
+def replay_chain(
+    path: str | Path,
+    model: str | Path | None = None,
+    type_k: str | None = None,
+    type_v: str | None = None,
+    logits_out: str | Path | None = None,
+) -> Report:
+    """Run a chain, write its logits, and compare them with recorded ones beside it.
+
+    Parameters
+    ----------
+    path : path-like
+        The chain; ``NAME.npz`` beside it holds the recorded logits, if there are any.
+    model : path-like, optional
+        GGUF file; default: the one that the chain names, looked for beside the chain and in a
+        folder ``models`` beside its folder.
+    type_k, type_v : str, optional
+        Element types; default: the chain's.
+    logits_out : path-like, optional
+        Where the logits are written as ``.npz``, one array ``[n_tokens, n_vocab]`` per decode.
+
+    Raises
+    ------
+    StateFormatError, ModelFileError
+        If the chain or the model cannot be read.
+    """
+    path = Path(path)
+    chain = _read_chain(path)
+    logits = run_chain(chain, _model_path(path, chain, model), type_k, type_v)
+    if logits_out is not None:
+        np.savez(logits_out, **logits)  # type: ignore[arg-type]
+    report = Report(n_traces=1, n_ops=len(chain["steps"]))
+    recorded = path.with_suffix(".npz")
+    exact = all(kv_type(t).name == "f32" for t in _types(chain, type_k, type_v))
+    if recorded.exists():
+        _compare(logits, recorded, NMSE_F32 if exact else NMSE_ROUNDED, report)
+    return report
+
+
+def _read_chain(path: Path) -> dict[str, Any]:
+    try:
+        chain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateFormatError(f"{path} cannot be read as a chain: {error}") from None
+    if not isinstance(chain, dict) or not isinstance(chain.get("steps"), list):
+        raise StateFormatError(f"{path} is no chain: an object with a list 'steps' is wanted")
+    return chain
+
+
+def _model_path(path: Path, chain: dict[str, Any], model: str | Path | None) -> Path:
+    if model is not None:
+        return Path(model)
+    name = Path(str(chain.get("model", ""))).name
+    for folder in (path.parent, path.parent.parent / "models"):
+        if name and (folder / name).is_file():
+            return folder / name
+    raise StateFormatError(f"{path}: its model {name!r} is not beside it; name one with --model")
+
+
+def _types(chain: dict[str, Any], type_k: str | None, type_v: str | None) -> tuple[Any, Any]:
+    kv = chain.get("kv", {})
+    return type_k or kv.get("type_k", "f16"), type_v or kv.get("type_v", "f16")
+
+
+def run_chain(
+    chain: dict[str, Any], model_path: Path, type_k: str | None, type_v: str | None
+) -> dict[str, np.ndarray]:
+    """Run the steps of a chain; return the logits of every token of each decode by label."""
+    from kvnumba.runner.loading import Model
+
+    model = Model(model_path)
+    steps = chain["steps"]
+    try:
+        n_tokens = sum(len(s["tokens"]) for s in steps if s["op"] == "decode")
+        ids = [s for step in steps for row in step.get("seq_ids", []) for s in row]
+        k, v = _types(chain, type_k, type_v)
+        config = model.net.config(
+            n_ctx=max(1, n_tokens),
+            n_seq_max=2 + max(ids, default=0),
+            type_k=kv_type(k).name,
+            type_v=kv_type(v).name,
+            v_trans=not chain.get("kv", {}).get("fa", True),
+        )
+        out: dict[str, np.ndarray] = {}
+        with UnifiedCache(config) as cache:
+            for n, step in enumerate(steps):
+                logits = _do(cache, model.net, step)
+                if logits is not None:
+                    out[str(step.get("logits", n))] = logits
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StateFormatError(f"a step of the chain is malformed: {error!r}") from error
+    return out
+
+
+def _do(cache: UnifiedCache, net: Any, step: dict[str, Any]) -> np.ndarray | None:
+    op = step["op"]
+    if op == "decode":
+        batch = Batch(step["tokens"], step["pos"], step["seq_ids"])
+        if len(batch.tokens) and not 0 <= batch.tokens.min() <= batch.tokens.max() < net.n_vocab:
+            raise StateFormatError(f"a token lies outside the model's vocabulary of {net.n_vocab}")
+        (part,) = cache.prepare(batch, n_ubatch=batch.n_tokens)
+        with part:
+            return net.forward(batch.tokens, part.pos, part, np.arange(batch.n_tokens))
+    if op == "seq_rm":
+        cache.seq_rm(step["seq_id"], step["p0"], step["p1"])
+    elif op == "seq_cp":
+        cache.seq_cp(step["seq_id_src"], step["seq_id_dst"], step["p0"], step["p1"])
+    elif op == "seq_add":
+        cache.seq_add(step["seq_id"], step["p0"], step["p1"], step["delta"])
+    elif op == "seq_div":
+        cache.seq_div(step["seq_id"], step["p0"], step["p1"], step["d"])
+    elif op == "seq_keep":
+        cache.seq_keep(step["seq_id"])
+    else:
+        raise StateFormatError(f"operation {op!r} of the chain is not known")
+    return None
+
+
+def _compare(
+    logits: dict[str, np.ndarray], recorded: Path, tolerance: float, report: Report
+) -> None:
+    try:
+        with np.load(recorded, allow_pickle=False) as want:
+            errors = {name: _nmse(logits.get(name), want[name]) for name in want.files}
+            report.n_values = sum(want[name].size for name in want.files)
+    except (OSError, ValueError) as error:
+        raise StateFormatError(f"{recorded} cannot be read: {error}") from None
+    for n, (name, nmse) in enumerate(errors.items()):
+        report.n_ops_here = n
+        if not nmse <= tolerance:
+            report.differ(f"nmse of {name}", nmse, tolerance)
+    report.details["nmse"] = {name: float(f"{e:.3g}") for name, e in errors.items()}
+    report.details["tolerance"] = tolerance
+
+
+def _nmse(got: np.ndarray | None, want: np.ndarray) -> float:
+    """Return the normalised mean square error, infinite when the shapes differ."""
+    want = want.astype(np.float64)
+    if got is None or got.size != want.size:
+        return float("inf")
+    return float(((got.reshape(want.shape) - want) ** 2).sum() / (want**2).sum())
