@@ -154,7 +154,8 @@ class UnifiedCache(SequenceVerbs):
         kernels.place_kernel(
             c.pos, c.token, c.seq, c.used, where, pos, token, id_start, ids, c.shared
         )
-        self._pending.append(where)
+        if len(where):
+            self._pending.append(where)
 
     def commit(self) -> None:
         """Accept all pending tokens."""
