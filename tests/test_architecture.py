@@ -14,7 +14,7 @@ LAYERS = {
     0: {"errors", "config", "dtypes"},
     1: {"kernels"},
     2: {"batch", "cells", "mapping", "pack", "layers", "prefix", "guard", "view", "placement"}
-    | {"upkeep", "reading", "steps", "queries", "verbs"},
+    | {"upkeep", "reading", "steps", "queries", "verbs", "files", "packs"},
     3: {"unified"},
     4: {"store"},
     5: {"runner", "replay"},

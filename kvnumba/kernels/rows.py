@@ -20,7 +20,7 @@ from kvnumba.kernels.half import (
 from kvnumba.kernels.jit import njit
 
 
-def write_rows(kind, dst, cells, src):
+def write_rows(kind, dst, cells, src) -> None:
     """Convert rows to the storage type and put row j at cell ``cells[j]``.
 
     Parameters
@@ -35,22 +35,22 @@ def write_rows(kind, dst, cells, src):
     _WRITE_ROWS[kind_id(kind)](dst, cells, src)
 
 
-def write_cols(kind, dst, cells, src):
+def write_cols(kind, dst, cells, src) -> None:
     """As `write_rows`, for transposed storage ``dst[width, n_cells]``."""
     _WRITE_COLS[kind_id(kind)](dst, cells, src)
 
 
-def read_rows(kind, src, cells, out):
+def read_rows(kind, src, cells, out) -> None:
     """Convert the rows of ``src[n_cells, width]`` at `cells` to ``out[n, width]`` (float32)."""
     _READ_ROWS[kind_id(kind)](src, cells, out)
 
 
-def read_cols(kind, src, cells, out):
+def read_cols(kind, src, cells, out) -> None:
     """As `read_rows`, for transposed storage ``src[width, n_cells]``."""
     _READ_COLS[kind_id(kind)](src, cells, out)
 
 
-def copy_rows(dst, dst_cells, src_cells):
+def copy_rows(dst, dst_cells, src_cells) -> None:
     """Move rows inside one storage array, one after the other in the order of the lists.
 
     Parameters
@@ -63,7 +63,7 @@ def copy_rows(dst, dst_cells, src_cells):
     copy_rows_kernel(dst, dst_cells, src_cells)
 
 
-def copy_cols(dst, dst_cells, src_cells):
+def copy_cols(dst, dst_cells, src_cells) -> None:
     """As `copy_rows`, for transposed storage ``dst[width, n_cells]``."""
     copy_cols_kernel(dst, dst_cells, src_cells)
 
