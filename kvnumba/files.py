@@ -66,6 +66,8 @@ class File:
         Make it anew (it must not exist), readable and writable by its owner only.
     write : bool
         Open for writing too.
+    may_exist : bool
+        With `create`: take the file that is there.
 
     Raises
     ------
@@ -74,12 +76,17 @@ class File:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, create: bool = False, write: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        write: bool = True,
+        may_exist: bool = False,
     ) -> None:
         self.path = Path(path)
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
         if create:
-            flags |= os.O_CREAT | os.O_EXCL
+            flags |= os.O_CREAT | (0 if may_exist else os.O_EXCL)
         _step("create" if create else "open")
         try:
             self.fd = os.open(self.path, flags, FILE_MODE)

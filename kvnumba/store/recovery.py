@@ -1,0 +1,226 @@
+"""Reading a session's folder: the newest good checkpoint, and the commits after it."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvnumba.config import CacheConfig
+from kvnumba.errors import ConfigError, DamagedError, SessionNotFoundError
+from kvnumba.files import File, names_in, remove, write_new
+from kvnumba.pack import SLOTS, SUFFIX
+from kvnumba.store.checkpoint import TEMPORARY, Checkpoint, read_checkpoint
+from kvnumba.store.committed import Committed
+from kvnumba.store.fingerprint import Fingerprint
+from kvnumba.store.journal import Journal, parse_blocks, read_records
+
+log = logging.getLogger(__name__)
+MARK = "reused"
+_MARK = struct.Struct("<QQ")
+_TRIES = 20
+
+
+def generations(names: list[str], stem: str) -> list[int]:
+    """Return the numbers ``G`` of the files ``stem.G``, ascending."""
+    out = []
+    for name in names:
+        head, _, number = name.partition(".")
+        if head == stem and number.isdecimal() and number == str(int(number)):
+            out.append(int(number))
+    return sorted(out)
+
+
+# -- slots used again -----------------------------------------------------------------------------
+# Slots that a commit frees may be overwritten after it, so that an older commit's rows are gone.
+# The file `reused` says up to which commit that is so; a state from before it must not be opened,
+# however good the checksums of what is left of base and journal.
+
+
+def create_mark(folder: Path) -> None:
+    """Make the mark of a new session."""
+    write_new(folder / MARK, mark_bytes(0), sync=True)
+
+
+def mark_bytes(seq: int) -> bytes:
+    """Return the mark: the number and its complement."""
+    return _MARK.pack(seq, ~seq & (1 << 64) - 1)
+
+
+def read_mark(folder: Path) -> int:
+    """Return the commit before which nothing may be opened.
+
+    Raises
+    ------
+    DamagedError
+        If the file is missing or cut.
+    """
+    try:
+        data = _read_file(folder / MARK)
+    except SessionNotFoundError:
+        raise DamagedError(f"{folder / MARK} is missing") from None
+    if len(data) != _MARK.size:
+        raise DamagedError(f"{folder / MARK} was cut")
+    seq, complement = _MARK.unpack(data)
+    return int(max(seq, ~complement & (1 << 64) - 1))
+
+
+# -- the whole state ------------------------------------------------------------------------------
+
+
+@dataclass
+class Loaded:
+    """A session as it is on disk.
+
+    Attributes
+    ----------
+    committed : Committed
+        The state of the last commit.
+    config : CacheConfig
+    fingerprint : Fingerprint
+    point : Checkpoint
+        What it started from.
+    seq : int
+        The last commit.
+    end, n_records : int
+        Where the good records of the checkpoint's own journal end, and how many there are.
+    is_plain : bool
+        Whether checkpoint and its own journal make up the state: false when a damaged checkpoint
+        was passed over.
+    names : list of str
+        The files of the folder.
+    """
+
+    committed: Committed
+    config: CacheConfig
+    fingerprint: Fingerprint
+    point: Checkpoint
+    seq: int
+    end: int
+    n_records: int
+    is_plain: bool
+    names: list[str]
+
+    @property
+    def top_generation(self) -> int:
+        """The highest number of a checkpoint or journal, good or not."""
+        return max(generations(self.names, "base") + generations(self.names, "journal"))
+
+    @property
+    def previous(self) -> int | None:
+        """The number of the checkpoint before `point`, if it is still there."""
+        before = [g for g in generations(self.names, "base") if g < self.point.generation]
+        return before[-1] if before else None
+
+
+def load(folder: Path) -> Loaded:
+    """Read and verify everything but the rows; nothing is changed.
+
+    It may run beside a writer: when that replaces the files just listed, they are listed again.
+
+    Raises
+    ------
+    SessionNotFoundError
+        If the folder holds no session.
+    DamagedError, StateFormatError
+        If no state can be opened that is surely whole.
+    """
+    for _ in range(_TRIES):
+        names = names_in(folder)
+        bases = generations(names, "base")
+        if not bases:
+            break
+        mark = read_mark(folder)
+        try:
+            return _load(folder, names, bases, mark)
+        except SessionNotFoundError:
+            continue
+    if any(g or any(_read_file(Journal.path_of(folder, g))) for g in generations(names, "journal")):
+        raise DamagedError(f"{folder} has lost its checkpoint")
+    raise SessionNotFoundError(f"{folder} holds no session")
+
+
+def _load(folder: Path, names: list[str], bases: list[int], mark: int) -> Loaded:
+    problems = []
+    for generation in reversed(bases):
+        try:
+            point = read_checkpoint(folder, generation)
+        except DamagedError as error:
+            problems.append(str(error))
+            log.warning("%s; trying the checkpoint before it", error)
+            continue
+        loaded = _replay(folder, names, point)
+        loaded.is_plain = loaded.is_plain and not problems
+        if loaded.seq < mark:
+            problems.append(
+                f"commit {loaded.seq} is the last that can be read, but its rows may have been "
+                f"replaced after commit {mark}"
+            )
+            break
+        return loaded
+    raise DamagedError(f"{folder} cannot be opened: " + "; ".join(problems))
+
+
+def _replay(folder: Path, names: list[str], point: Checkpoint) -> Loaded:
+    try:
+        config = CacheConfig.from_dict(point.meta["config"])
+    except ConfigError as error:
+        raise DamagedError(f"the configuration in {folder} is impossible: {error}") from None
+    committed = Committed(config.n_cells, config.n_seq_max)
+    committed.apply(point.sections)
+    seq, ends = point.seq, (0, 0)
+    for generation in generations(names, "journal"):
+        if generation < point.generation:
+            continue
+        path = Journal.path_of(folder, generation)
+        data, end, n_records = _read_file(path), 0, 0
+        for record in read_records(data, generation, seq):
+            committed.apply(parse_blocks(record.payload, path))
+            seq, end, n_records = record.seq, record.end, n_records + 1
+        if any(memoryview(data)[end:]):
+            log.warning("%s: what follows commit %d is not whole and is dropped", path, seq)
+        if generation == point.generation:
+            ends = end, n_records
+    committed.settle()
+    committed.check_packs(SLOTS)
+    return Loaded(
+        committed=committed,
+        config=config,
+        fingerprint=Fingerprint.from_dict(point.meta["fingerprint"]),
+        point=point,
+        seq=seq,
+        end=ends[0],
+        n_records=ends[1],
+        is_plain=seq == point.seq + ends[1],
+        names=names,
+    )
+
+
+def _read_file(path: Path) -> bytes:
+    file = File(path, write=False)
+    try:
+        return file.read(file.size)
+    finally:
+        file.close()
+
+
+def remove_others(folder: Path, keep: set[int], packs: list[bytes]) -> None:
+    """Remove what a killed writer left: unfinished files, and what nothing names any more.
+
+    Parameters
+    ----------
+    folder : Path
+    keep : set of int
+        Generations to keep.
+    packs : list of bytes
+        Packs to keep.
+    """
+    named = {pack_id.hex() + SUFFIX for pack_id in packs}
+    for name in names_in(folder):
+        stem, _, rest = name.partition(".")
+        is_old = stem in ("base", "journal") and rest.isdecimal() and int(rest) not in keep
+        is_pack = name.endswith(SUFFIX)
+        if is_old or name.endswith(TEMPORARY) or (is_pack and name not in named):
+            log.info("removing %s, left over in %s", name, folder)
+            remove(folder / name)
