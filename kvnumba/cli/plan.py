@@ -1,0 +1,108 @@
+"""``kvnumba plan``: what a cache of a given size costs, before it is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvnumba.cli.output import human_bytes, print_json
+from kvnumba.config import CacheConfig
+from kvnumba.errors import ConfigError
+
+DESCRIPTION = (
+    "Bytes per token, memory, disk, and bytes read per decoded token of a cache. --config takes a "
+    "JSON file with CacheConfig's fields, or a transformers config.json."
+)
+# A session reserves rows ahead of use in steps of up to a quarter of what is live.
+RESERVED_AHEAD = 0.25
+METADATA_BYTES_PER_CELL = 12
+ROW_BITS_PER_SEQ = 1 / 8
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    p = commands.add_parser("plan", help="what a cache would cost", description=DESCRIPTION)
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="GGUF", help="take the sizes from a model file")
+    which.add_argument("--config", metavar="JSON", help="take the sizes from a JSON file")
+    p.add_argument("--n-ctx", type=int, metavar="N", help="cells (default: the file's)")
+    p.add_argument("--n-seq-max", type=int, metavar="N", help="sequences (default: 1)")
+    p.add_argument("--type-k", metavar="T", help="element type of K (default: f16)")
+    p.add_argument("--type-v", metavar="T", help="element type of V (default: f16)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the command; return its exit code."""
+    names = ("n_ctx", "n_seq_max", "type_k", "type_v")
+    given = {k: v for k in names if (v := getattr(args, k)) is not None}
+    config = _of_model(args.model, given) if args.model else _of_json(args.config, given)
+    figures = plan(config)
+    if args.json:
+        print_json(figures)
+        return 0
+    print(f"{config.n_layer} layers, {config.n_ctx} cells, K {config.type_k}, V {config.type_v}")
+    for name, n in figures.items():
+        if name.endswith("_bytes"):
+            print(f"{name[:-6].replace('_', ' '):28} {human_bytes(n)}")
+    return 0
+
+
+def plan(config: CacheConfig) -> dict[str, Any]:
+    """Return the figures of a cache, in bytes where the name says so."""
+    per_cell = config.bytes_per_cell_k + config.bytes_per_cell_v
+    metadata = config.n_ctx * (METADATA_BYTES_PER_CELL + ROW_BITS_PER_SEQ * (config.n_seq_max + 3))
+    total = per_cell * config.n_ctx
+    return {
+        "n_layer": config.n_layer,
+        "n_ctx": config.n_ctx,
+        "n_seq_max": config.n_seq_max,
+        "type_k": config.type_k,
+        "type_v": config.type_v,
+        "per_token_bytes": per_cell,
+        "k_bytes": config.size_k_bytes,
+        "v_bytes": config.size_v_bytes,
+        "total_bytes": total,
+        "metadata_bytes": int(metadata),
+        "ram_bytes": total + int(metadata),
+        "disk_bytes": int(total * (1 + RESERVED_AHEAD)),
+        "read_per_decoded_token_bytes": total,
+    }
+
+
+def _of_model(path: str, given: dict[str, Any]) -> CacheConfig:
+    from kvnumba.runner.gguf_file import GGUFFile
+    from kvnumba.runner.llama import cache_config_of
+
+    with GGUFFile(path) as file:
+        return cache_config_of(file, **given)
+
+
+def _of_json(path: str, given: dict[str, Any]) -> CacheConfig:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"--config {path} holds no JSON object")
+    if "num_hidden_layers" in values:
+        values = _of_transformers(values)
+    return CacheConfig.from_dict({**values, **given})
+
+
+def _of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the names of a transformers ``config.json``."""
+    try:
+        n_head = int(values["num_attention_heads"])
+        return {
+            "n_layer": values["num_hidden_layers"],
+            "n_ctx": values.get("max_position_embeddings", 0),
+            "n_head_kv": values.get("num_key_value_heads") or n_head,
+            "head_dim": values.get("head_dim") or values["hidden_size"] // n_head,
+        }
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"config.json lacks a usable {error}") from None
