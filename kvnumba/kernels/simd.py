@@ -1,4 +1,4 @@
-"""LLVM building blocks: what the compiler targets, and half conversions for scalars and vectors.
+"""LLVM building blocks of the vector kernels: target, half conversions, loads, exp2.
 
 Everything here emits plain LLVM IR, which every target can compile. What the host supports only
 decides the width of vectors and whether half conversions are one instruction or a bit trick.
@@ -12,8 +12,8 @@ from numba.core import codegen, config
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
-FLAGS = ("contract", "nsz", "reassoc")
-"""What float operations of kernels may do: fuse and reorder, but never assume finite values."""
+FUSE = ("contract",)
+"""Float operations of kernels may fuse, but never assume finite values."""
 
 
 def _target_features() -> frozenset[str]:
@@ -115,3 +115,105 @@ def _round_to_f16(builder, bits, n):
     body = builder.select(is_nan, nan, body)
     sign = builder.and_(builder.lshr(bits, constant(I32, 16, n)), constant(I32, 0x8000, n))
     return builder.or_(body, sign)
+
+
+def item_pointer(context, builder, array_type, array, kind, index):
+    """Return the pointer to item `index` of an array's data, read as items of `kind`."""
+    item = F32 if kind == 0 else I16
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, item.as_pointer()), [index])
+
+
+def load(builder, kind, pointer, n):
+    """Emit the load of `n` neighbouring items of `kind` (0: one) as float32."""
+    item = pointer.type.pointee
+    value = builder.load(
+        builder.bitcast(pointer, vector_type(item, n).as_pointer()), align=4 if kind == 0 else 2
+    )
+    return value if kind == 0 else half_to_float(builder, kind, value)
+
+
+def store(builder, value, pointer):
+    """Emit the store of a float32 value or vector at a float32 pointer."""
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
+
+
+def splat(builder, value, n):
+    """Emit a vector of `n` copies of a scalar."""
+    vector = ir.VectorType(value.type, n)
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, n), [0] * n))
+
+
+def pack_lanes(builder, scalars):
+    """Emit the vector that consists of the given scalars."""
+    vector = ir.Constant(ir.VectorType(scalars[0].type, len(scalars)), ir.Undefined)
+    for j, scalar in enumerate(scalars):
+        vector = builder.insert_element(vector, scalar, I32(j))
+    return vector
+
+
+def shuffle(builder, a, b, lanes):
+    """Emit a vector of the chosen lanes of `a` followed by `b`."""
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+    return builder.shuffle_vector(a, b, mask)
+
+
+def fma(builder, a, b, c):
+    """Emit ``a * b + c``, one rounding where the target can, two elsewhere."""
+    return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
+
+
+def larger(builder, a, b):
+    """Emit the larger of two values; `b` where `a` is a NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+_EXP2 = (
+    0.00015345811589716207,
+    0.001339993121587172,
+    0.009618488958645782,
+    0.055503287769754606,
+    0.2402264689061996,
+    0.6931472057372609,
+    1.0,
+)
+"""2**r on [-1/2, 1/2], highest power first; relative error 8e-8 in float32 (Lawson fit)."""
+
+
+def exp2(builder, x):
+    """Emit 2**x for x <= 127: 0 below -126, NaN for NaN. Numba on PyPI has no vector exp."""
+    n = lanes_of(x)
+    f32, i32 = vector_type(F32, n), vector_type(I32, n)
+    # Adding 1.5 * 2**23 rounds x to a whole number and leaves it in the lowest bits. These two
+    # sums carry no flags: reordered, they would cancel.
+    magic = constant(F32, 12582912.0, n)
+    shifted = builder.fadd(x, magic)
+    r = builder.fsub(x, builder.fsub(shifted, magic))
+    y = constant(F32, _EXP2[0], n)
+    for c in _EXP2[1:]:
+        y = fma(builder, y, r, constant(F32, c, n))
+    exponent = builder.shl(builder.bitcast(shifted, i32), constant(I32, 23, n))
+    scale = builder.bitcast(builder.add(exponent, constant(I32, 0x3F800000, n)), f32)
+    tiny = builder.fcmp_ordered("<", x, constant(F32, -126.0, n))
+    return builder.select(tiny, constant(F32, 0.0, n), builder.fmul(y, scale))
+
+
+def sum_lanes4(builder, vectors):
+    """Emit the four sums over the lanes of four vectors, as one vector of 4."""
+    a, b, c, d = vectors
+    n = lanes_of(a)
+    blocks = range(0, n, 4)
+    low = [j + k for j in blocks for k in (0, n, 1, n + 1)]
+    high = [j + k for j in blocks for k in (2, n + 2, 3, n + 3)]
+    ab = builder.fadd(shuffle(builder, a, b, low), shuffle(builder, a, b, high))
+    cd = builder.fadd(shuffle(builder, c, d, low), shuffle(builder, c, d, high))
+    low = [j + k for j in blocks for k in (0, 1, n, n + 1)]
+    high = [j + k for j in blocks for k in (2, 3, n + 2, n + 3)]
+    total = builder.fadd(shuffle(builder, ab, cd, low), shuffle(builder, ab, cd, high))
+    while n > 4:  # each block of four lanes now holds a part of the four sums
+        n //= 2
+        lower = shuffle(builder, total, total, list(range(n)))
+        total = builder.fadd(lower, shuffle(builder, total, total, list(range(n, 2 * n))))
+    return total

@@ -25,3 +25,24 @@ def widen(kind: str, items: np.ndarray) -> np.ndarray:
     if kind == "f16":
         return items.view(np.float16).astype(np.float32)
     return (items.astype(np.uint32) << 16).view(np.float32)
+
+
+def attention(q, k, v, n_head_kv, cells, cell_pos, q_pos, *, scale, window=0, soft_cap=0.0):
+    """Attend in float64, one query and head at a time; `k` and `v` are values by row."""
+    n_q, n_head, dk = q.shape
+    dv = v.shape[1] // n_head_kv
+    keys = k[cells].reshape(len(cells), n_head_kv, dk).astype(np.float64)
+    values = v[cells].reshape(len(cells), n_head_kv, dv).astype(np.float64)
+    out = np.zeros((n_q, n_head, dv))
+    for t in range(n_q):
+        seen = (cell_pos <= q_pos[t]) & ((window <= 0) | (q_pos[t] - cell_pos < window))
+        if not seen.any():
+            continue
+        for head in range(n_head):
+            h = head // (n_head // n_head_kv)
+            s = keys[seen, h] @ q[t, head].astype(np.float64) * scale
+            if soft_cap:
+                s = soft_cap * np.tanh(s / soft_cap)
+            p = np.exp(s - s.max())
+            out[t, head] = p @ values[seen, h] / p.sum()
+    return out
