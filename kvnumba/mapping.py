@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -136,7 +137,7 @@ class Region:
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a plain ndarray over the region; the region lives as long as it does."""
-        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        end = offset + math.prod(shape) * dtype.itemsize
         if offset < 0 or end > self.n_bytes:
             raise SessionError(f"bytes {offset} to {end} are outside {self.n_bytes} mapped ones")
         return np.asarray(_Piece(self, self.address + offset, shape, dtype))
@@ -174,7 +175,7 @@ class MemoryBlock:
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a plain ndarray over the memory."""
-        n = int(np.prod(shape, dtype=np.int64))
+        n = math.prod(shape)
         return np.frombuffer(self._map, dtype, n, offset).reshape(shape)
 
     def drop(self, offset: int, n_bytes: int) -> None:

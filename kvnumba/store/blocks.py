@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvnumba.batch import MAX_POS
 from kvnumba.errors import DamagedError, StateFormatError
 
 META, CELLS, WORDS, USER, PLACE, PACKS = range(1, 7)
@@ -34,6 +33,9 @@ KINDS = {META: "meta", CELLS: "cells", WORDS: "words", USER: "user", PLACE: "pla
 _COUNTS = struct.Struct("<II")
 _ENTRY = struct.Struct("<Iq")
 _PLACE = struct.Struct("<q")
+
+CELL_RUN, WORD_RUN = 4, 3
+"""Numbers in one run of each kind."""
 
 Buffer = bytes | memoryview
 
@@ -47,90 +49,30 @@ def check_kind(kind: int, where: object) -> None:
         )
 
 
-# -- cells ----------------------------------------------------------------------------------------
+def pack_runs(runs: np.ndarray, items: np.ndarray) -> bytes:
+    """Return a CELLS or WORDS block: runs (int32), and tokens (int32) or words (uint64)."""
+    little = items.dtype.newbyteorder("<")
+    counts = _COUNTS.pack(len(runs), len(items))
+    return counts + runs.astype("<i4").tobytes() + items.astype(little).tobytes()
 
 
-def pack_cells(cells: np.ndarray, pos: np.ndarray, shift: np.ndarray, token: np.ndarray) -> bytes:
-    """Return the CELLS block for cells in ascending order and what they hold now, all int32."""
-    full = pos >= 0
-    same_run = (
-        (np.diff(cells) == 1)
-        & (full[1:] == full[:-1])
-        & (np.diff(pos) == full[1:])
-        & (np.diff(shift) == 0)
-    )
-    starts = np.flatnonzero(np.concatenate([[True], ~same_run]))
-    runs = np.empty((len(starts), 4), "<i4")
-    runs[:, 0], runs[:, 2], runs[:, 3] = cells[starts], pos[starts], shift[starts]
-    runs[:, 1] = np.diff(np.append(starts, len(cells)))
-    tokens = token[full].astype("<i4")
-    return _COUNTS.pack(len(runs), len(tokens)) + runs.tobytes() + tokens.tobytes()
-
-
-def unpack_cells(data: Buffer, n_cells: int) -> tuple[np.ndarray, ...]:
-    """Return `cells`, `pos`, `shift` and `token` of a CELLS block, int32.
+def unpack_runs(data: Buffer, width: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the runs, shape ``(n, width)``, int32, and the items of a CELLS or WORDS block.
 
     Raises
     ------
     DamagedError
-        If it contradicts itself or names a cell beyond `n_cells`.
+        If its length is not what it says.
     """
-    n_runs, n_tokens = _counts(data, "cells", 16, 4)
-    runs = np.frombuffer(data, "<i4", 4 * n_runs, _COUNTS.size).reshape(n_runs, 4).astype(np.int64)
-    cell, n, pos, shift = runs.T
-    full = pos >= 0
-    good = (cell >= 0) & (n >= 1) & (cell + n <= n_cells) & (pos >= -1)
-    good &= np.where(full, pos + n - 1 <= MAX_POS, shift == 0)
-    if not good.all() or n[full].sum() != n_tokens or n.sum() > n_cells:
-        raise DamagedError("a list of cells contradicts itself")
-    ahead = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-    is_full = np.repeat(full, n)
-    token = np.full(len(ahead), -1, np.int32)
-    token[is_full] = np.frombuffer(data, "<i4", n_tokens, _COUNTS.size + 16 * n_runs)
-    cells = (np.repeat(cell, n) + ahead).astype(np.int32)
-    new_pos = np.where(is_full, np.repeat(pos, n) + ahead, -1).astype(np.int32)
-    return cells, new_pos, np.repeat(shift, n).astype(np.int32), token
-
-
-def _counts(data: Buffer, what: str, run_bytes: int, item_bytes: int) -> tuple[int, int]:
-    if len(data) < _COUNTS.size:
-        raise DamagedError(f"a list of {what} is cut short")
-    n_runs, n_items = _COUNTS.unpack_from(data)
-    if len(data) != _COUNTS.size + run_bytes * n_runs + item_bytes * n_items:
-        raise DamagedError(f"a list of {what} has the wrong length")
-    return int(n_runs), int(n_items)
-
-
-# -- bitmaps --------------------------------------------------------------------------------------
-
-
-def pack_words(rows: np.ndarray, words: np.ndarray, values: np.ndarray) -> bytes:
-    """Return the WORDS block for words (int32) of rows (int32), row by row, ascending."""
-    same_run = (np.diff(rows) == 0) & (np.diff(words) == 1)
-    starts = np.flatnonzero(np.concatenate([[True], ~same_run]))
-    runs = np.empty((len(starts), 3), "<i4")
-    runs[:, 0], runs[:, 1] = rows[starts], words[starts]
-    runs[:, 2] = np.diff(np.append(starts, len(rows)))
-    return _COUNTS.pack(len(runs), len(values)) + runs.tobytes() + values.astype("<u8").tobytes()
-
-
-def unpack_words(data: Buffer, n_rows: int, n_words: int) -> tuple[np.ndarray, ...]:
-    """Return `rows`, `words` (int32) and `values` (uint64) of a WORDS block.
-
-    Raises
-    ------
-    DamagedError
-        If it contradicts itself or names a word outside ``[n_rows, n_words]``.
-    """
-    n_runs, n_values = _counts(data, "bitmap words", 12, 8)
-    runs = np.frombuffer(data, "<i4", 3 * n_runs, _COUNTS.size).reshape(n_runs, 3).astype(np.int64)
-    row, word, n = runs.T
-    good = (row >= 0) & (row < n_rows) & (word >= 0) & (n >= 1) & (word + n <= n_words)
-    if not good.all() or n.sum() != n_values:
-        raise DamagedError("a list of bitmap words contradicts itself")
-    ahead = np.arange(n_values) - np.repeat(np.cumsum(n) - n, n)
-    values = np.frombuffer(data, "<u8", n_values, _COUNTS.size + 12 * n_runs)
-    return np.repeat(row, n), np.repeat(word, n) + ahead, values.astype(np.uint64)
+    little = np.dtype(dtype).newbyteorder("<")
+    n_runs = n_items = -1
+    if len(data) >= _COUNTS.size:
+        n_runs, n_items = _COUNTS.unpack_from(data)
+    at = _COUNTS.size + 4 * width * n_runs
+    if len(data) != at + little.itemsize * n_items:
+        raise DamagedError("a list of changes has the wrong length")
+    runs = np.frombuffer(data, "<i4", width * n_runs, _COUNTS.size).astype(np.int32)
+    return runs.reshape(n_runs, width), np.frombuffer(data, little, n_items, at).astype(dtype)
 
 
 # -- the caller's data, and the rest --------------------------------------------------------------

@@ -9,7 +9,12 @@ import numpy as np
 from kvnumba.cells import Cells
 from kvnumba.errors import ConfigError, DamagedError
 from kvnumba.kernels.bits import n_words
-from kvnumba.kernels.diff import changed_cells_kernel, changed_words_kernel
+from kvnumba.kernels.diff import (
+    apply_cells_kernel,
+    apply_words_kernel,
+    cell_changes_kernel,
+    word_changes_kernel,
+)
 from kvnumba.store import blocks
 from kvnumba.store.blocks import Buffer
 
@@ -73,22 +78,19 @@ class Committed:
 
     def _changed_cells(self, cells: Cells, n: int) -> bytes | None:
         old = self.cells
-        args = (cells.pos, cells.shift, cells.token, old.pos, old.shift, old.token, n)
-        which = _listed(lambda out: changed_cells_kernel(*args, out))
-        if not len(which):
-            return None
-        return blocks.pack_cells(which, cells.pos[which], cells.shift[which], cells.token[which])
+        now = cells.pos, cells.shift, cells.token, old.pos, old.shift, old.token
+        return _packed(
+            lambda runs, tokens: cell_changes_kernel(runs, tokens, *now, n),
+            blocks.CELL_RUN,
+            np.int32,
+        )
 
     def _changed_words(self, cells: Cells, n: int) -> bytes | None:
-        room = np.empty((2, _ROOM), np.int32)
-        found = changed_words_kernel(cells.seq, self.cells.seq, n, room[0], room[1])
-        if found > _ROOM:
-            room = np.empty((2, found), np.int32)
-            changed_words_kernel(cells.seq, self.cells.seq, n, room[0], room[1])
-        if found == 0:
-            return None
-        rows, words = room[:, :found]
-        return blocks.pack_words(rows, words, cells.seq[rows, words])
+        return _packed(
+            lambda runs, values: word_changes_kernel(runs, values, cells.seq, self.cells.seq, n),
+            blocks.WORD_RUN,
+            np.uint64,
+        )
 
     def _changed_user(self, user: Mapping[str, bytes]) -> dict[str, bytes | None]:
         out: dict[str, bytes | None] = {}
@@ -113,13 +115,13 @@ class Committed:
         c = self.cells
         for kind, data in changes:
             if kind == blocks.CELLS:
-                which, pos, shift, token = blocks.unpack_cells(data, c.n_cells)
-                c.pos[which], c.shift[which], c.token[which] = pos, shift, token
-                self._reach(int(which.max(initial=-1)) // 64 + 1)
+                runs, tokens = blocks.unpack_runs(data, blocks.CELL_RUN, np.int32)
+                reach = apply_cells_kernel(c.pos, c.shift, c.token, runs, tokens, c.n_cells)
+                self._reach("cells", reach, n_words(reach))
             elif kind == blocks.WORDS:
-                rows, words, values = blocks.unpack_words(data, c.n_seq_max, c.seq.shape[1])
-                c.seq[rows, words] = values
-                self._reach(int(words.max(initial=-1)) + 1)
+                runs, values = blocks.unpack_runs(data, blocks.WORD_RUN, np.uint64)
+                reach = apply_words_kernel(c.seq, runs, values)
+                self._reach("bitmap words", reach, reach)
             elif kind == blocks.USER:
                 for name, value in blocks.unpack_user(data):
                     if value is None:
@@ -131,7 +133,9 @@ class Committed:
             elif kind == blocks.PACKS:
                 self.packs = blocks.unpack_packs(data)
 
-    def _reach(self, n: int) -> None:
+    def _reach(self, what: str, reach: int, n: int) -> None:
+        if reach < 0:
+            raise DamagedError(f"a list of {what} contradicts itself")
         self._n_words = max(self._n_words, n)
 
     def settle(self) -> None:
@@ -176,11 +180,17 @@ class Committed:
             )
 
 
-def _listed(fill: Callable[[np.ndarray], int]) -> np.ndarray:
-    """Call a kernel that lists into an array and says how many there are; once more if short."""
-    out = np.empty(_ROOM, np.int32)
-    n = fill(out)
-    if n > _ROOM:
-        out = np.empty(n, np.int32)
-        fill(out)
-    return out[:n]
+def _packed(
+    fill: Callable[[np.ndarray, np.ndarray], tuple[int, int]], width: int, dtype: type
+) -> bytes | None:
+    """Return the block of what a kernel lists; None if that is nothing.
+
+    The kernel says how much there is: once more, with room for all, if it was too much.
+    """
+    runs: np.ndarray = np.empty((_ROOM, width), np.int32)
+    items: np.ndarray = np.empty(_ROOM, dtype)
+    n_runs, n_items = fill(runs, items)
+    if n_runs > _ROOM or n_items > _ROOM:
+        runs, items = np.empty((n_runs, width), np.int32), np.empty(n_items, dtype)
+        fill(runs, items)
+    return blocks.pack_runs(runs[:n_runs], items[:n_items]) if n_runs else None

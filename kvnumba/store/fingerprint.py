@@ -84,6 +84,8 @@ class Fingerprint:
         FingerprintError
             Names the first field that differs and both values.
         """
+        if self == found:
+            return
         theirs = dict(found._parts())
         for name, value in self._parts():
             if name not in theirs or theirs[name] != value:

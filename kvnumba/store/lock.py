@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -53,8 +54,21 @@ def take_new_folder(folder: Path) -> File:
     return lock
 
 
+def give_up_folder(folder: Path) -> None:
+    """Remove what a failed `Session.create` made; the folder stays."""
+    with contextlib.suppress(KVCacheError):
+        _clear_unfinished(folder)
+        remove(folder / LOCK)
+
+
 def _clear_unfinished(folder: Path) -> None:
-    """Remove what a killed `Session.create` left."""
+    """Remove the files of a session that has no checkpoint yet.
+
+    Raises
+    ------
+    SessionError
+        If there is a session, or anything that is not ours; nothing is changed.
+    """
     try:
         recovery.load(folder)
     except SessionNotFoundError:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from kvnumba.packs import MappedRows
 from kvnumba.store import recovery
 from kvnumba.store.committed import Committed
 from kvnumba.store.fingerprint import Fingerprint
-from kvnumba.store.lock import lock_folder, take_new_folder
+from kvnumba.store.lock import give_up_folder, lock_folder, take_new_folder
 from kvnumba.store.log import SessionLog
 from kvnumba.store.recovery import Loaded
 from kvnumba.unified import UnifiedCache
@@ -110,13 +110,14 @@ class Session:
         ConfigError
             Transposed V; an unknown durability.
         """
+        need_linux()
         _check_durability(durability)
         if config.v_trans:
             raise ConfigError("sessions store V by cell: v_trans is for caches without a path")
         config = config if config.n_spare else replace(config, n_spare=config.n_ctx)
         folder, session_id = Path(path), uuid.uuid4().bytes
         session = cls(folder, take_new_folder(folder), durability)
-        with session._undone_on_error():
+        with session._undone_on_error(lambda: give_up_folder(folder)):
             recovery.create_mark(folder)
             meta = {
                 "config": config.to_dict(),
@@ -125,6 +126,7 @@ class Session:
                 "created": time.time(),
             }
             rows = new_files(config, folder, session_id, make=False)
+            session.config, session.fingerprint = config, fingerprint
             session._build(rows, Committed(config.n_cells, config.n_seq_max), meta)
             # The checkpoint comes last: without one the folder is not yet a session.
             session._writer.begin()
@@ -176,16 +178,17 @@ class Session:
         return session
 
     def _restore(self, loaded: Loaded, config: CacheConfig) -> None:
-        meta = {**loaded.point.meta, "config": config.to_dict()}
+        meta, is_changed = loaded.point.meta, config != loaded.config
+        if is_changed:
+            meta = {**meta, "config": config.to_dict()}
         owner = bytes.fromhex(meta["session"])
+        self.config, self.fingerprint = config, loaded.fingerprint
         rows = MappedRows(config, self.path, owner, loaded.committed.packs)
         self._build(rows, loaded.committed.grown(config.n_cells), meta)
         rows.reserve(self.cache.cell_max(), exactly=True)
-        self._writer.resume(loaded, is_changed=config != loaded.config)
+        self._writer.resume(loaded, is_changed)
 
     def _build(self, rows: MappedRows, committed: Committed, meta: dict[str, Any]) -> None:
-        self.config = CacheConfig.from_dict(meta["config"])
-        self.fingerprint = Fingerprint.from_dict(meta["fingerprint"])
         self.cache = UnifiedCache.over(self.config, KVLayers(self.config, rows=rows))
         committed.fill(self.cache.cells)
         self.cache.search_start = committed.search_start
@@ -195,10 +198,11 @@ class Session:
         self._log = SessionLog(self.path, rows, committed, meta, is_synced)
 
     @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
+    def _undone_on_error(self, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         try:
             yield
         except BaseException:
+            undo()
             self._let_go()
             raise
 
