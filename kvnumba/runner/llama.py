@@ -1,0 +1,247 @@
+"""The forward pass of llama-architecture models. Of the cache it knows the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numba
+import numpy as np
+
+from kvnumba.config import CacheConfig
+from kvnumba.errors import ConfigError, ModelFileError, ShapeError
+from kvnumba.runner.gguf_file import GGUFFile
+from kvnumba.runner.linear import Linear, Multiplier
+from kvnumba.runner.llama_params import cache_config_of, read_params
+from kvnumba.runner.ops import rms_norm, rope_tables, rotate, swiglu
+from kvnumba.runner.quants import decode, pick, read_rows
+
+__all__ = ["LlamaModel", "StepLike", "cache_config_of"]
+
+_FREQ_FACTORS = "rope_freqs.weight"
+_HEAD, _EMBEDDING = "output.weight", "token_embd.weight"
+
+
+class StepLike(Protocol):
+    """What the forward pass asks of a cache's step."""
+
+    def write(self, il: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Store K (rotated) and V of the tokens, float32 ``[n, n_head_kv * head_dim]``."""
+
+    def attend(self, il: int, q: np.ndarray, out: np.ndarray) -> Any:
+        """Attend from ``q[n, n_head, head_dim]``, writing ``out[n, n_head, head_dim_v]``."""
+
+
+class _Layer(NamedTuple):
+    attn_norm: np.ndarray
+    qkv: tuple[Linear, Linear, Linear]
+    attn_output: Linear
+    ffn_norm: np.ndarray
+    gate_up: tuple[Linear, Linear]
+    ffn_down: Linear
+
+
+class LlamaModel:
+    """A model: its weights as the file's bytes, and the forward pass.
+
+    One object must not be used by two Python threads at once: it keeps its working memory.
+
+    Parameters
+    ----------
+    file : GGUFFile
+        Its mapping is used as long as the model lives.
+
+    Attributes
+    ----------
+    params : LlamaParams
+    n_vocab, n_layer, n_ctx_train : int
+    n_rows_computed : int
+        Tokens whose Q, K and V have been computed since the model was made.
+
+    Raises
+    ------
+    ModelFileError
+        If the architecture is another one, a tensor is missing or has the wrong shape, or the
+        file holds tensors (biases, experts) or keys that this pass would have to ignore. The
+        message names it.
+    """
+
+    def __init__(self, file: GGUFFile):
+        self.params = p = read_params(file)
+        take = _Tensors(file)
+        self.n_vocab = take.n_rows(_EMBEDDING)
+        self._embedding = take.matrix(_EMBEDDING, self.n_vocab, p.n_embd)
+        self._layers = [_read_layer(take, f"blk.{il}.", p) for il in range(p.n_layer)]
+        self._output_norm = take.vector("output_norm.weight", p.n_embd)
+        self._head = self._embedding
+        if _HEAD in file.tensors:
+            self._head = take.matrix(_HEAD, self.n_vocab, p.n_embd)
+        take.expect_all_used()
+        self.n_layer, self.n_ctx_train = p.n_layer, p.n_ctx_train
+        self.n_rows_computed = 0
+        self._multiply = Multiplier(1)
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def config(self, n_ctx: int | None = None, **options: Any) -> CacheConfig:
+        """Return the configuration of a cache for this model; see `LlamaParams.cache_config`."""
+        return self.params.cache_config(n_ctx, **options)
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        pos: np.ndarray,
+        step: StepLike,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Compute tokens, writing their K and V through `step` and attending through it.
+
+        Parameters
+        ----------
+        tokens, pos : ndarray, shape (n,), int32
+        step : StepLike
+            An applied step that has cells for these tokens.
+        rows : sequence of int, optional
+            Tokens whose logits are wanted, by index; default: the last.
+
+        Returns
+        -------
+        logits : ndarray, shape (len(rows), n_vocab), float32
+
+        Raises
+        ------
+        ConfigError, ShapeError
+            If a token, position or row is impossible; nothing is written.
+        """
+        rows = self._checked(tokens, pos, rows)
+        self._multiply.n_threads = n_threads = numba.get_num_threads()
+        n, p = len(tokens), self.params
+        x, h = self._buffer("x", n, p.n_embd), self._buffer("h", n, p.n_embd)
+        more = None
+        pick(self._embedding.rows, np.ascontiguousarray(tokens, np.int32), x)
+        tables = rope_tables(p.rope, pos)
+        self.n_rows_computed += n
+        for il, layer in enumerate(self._layers):
+            rms_norm(x, layer.attn_norm, p.eps, h, n_threads, more)
+            more = self._attention(il, layer, h, tables, step)
+            rms_norm(x, layer.ffn_norm, p.eps, h, n_threads, more)
+            more = self._feed_forward(layer, h)
+        return self._logits(x, more, rows)
+
+    def _attention(
+        self, il: int, layer: _Layer, h: np.ndarray, tables: tuple[np.ndarray, np.ndarray],
+        step: StepLike,
+    ) -> np.ndarray:  # fmt: skip
+        n, p = len(h), self.params
+        q = self._buffer("q", n, p.n_head * p.head_dim)
+        k = self._buffer("k", n, p.n_head_kv * p.head_dim)
+        v = self._buffer("v", n, p.n_head_kv * p.head_dim_v)
+        self._multiply(h, layer.qkv, (q, k, v))
+        rotate(q, k, tables, p.head_dim, p.rope.pairing == "neox", self._multiply.n_threads)
+        step.write(il, k, v)
+        mixed = self._buffer("mixed", n, p.n_head * p.head_dim_v)
+        step.attend(
+            il, q.reshape(n, p.n_head, p.head_dim), mixed.reshape(n, p.n_head, p.head_dim_v)
+        )
+        out = self._buffer("out", n, p.n_embd)
+        self._multiply(mixed, (layer.attn_output,), (out,))
+        return out
+
+    def _feed_forward(self, layer: _Layer, h: np.ndarray) -> np.ndarray:
+        n, p = len(h), self.params
+        gate, up = self._buffer("gate", n, p.n_ff), self._buffer("up", n, p.n_ff)
+        self._multiply(h, layer.gate_up, (gate, up))
+        swiglu(gate, up, self._multiply.n_threads)
+        out = self._buffer("out", n, p.n_embd)
+        self._multiply(gate, (layer.ffn_down,), (out,))
+        return out
+
+    def _logits(self, x: np.ndarray, more: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+        logits = np.empty((len(rows), self.n_vocab), np.float32)
+        if len(rows):
+            last = x[rows] if more is None else x[rows] + more[rows]
+            normed = np.empty_like(last)
+            rms_norm(last, self._output_norm, self.params.eps, normed)
+            self._multiply(normed, (self._head,), (logits,))
+        return logits
+
+    def _buffer(self, name: str, n: int, width: int) -> np.ndarray:
+        """Return working memory of `n` rows; it is kept, because fresh pages are slow to touch."""
+        array = self._buffers.get(name)
+        if array is None or len(array) < n:
+            array = self._buffers[name] = np.empty((n, width), np.float32)
+        return array[:n]
+
+    def _checked(
+        self, tokens: np.ndarray, pos: np.ndarray, rows: Sequence[int] | np.ndarray | None
+    ) -> np.ndarray:
+        n = len(tokens)
+        if n == 0 or tokens.shape != (n,) or pos.shape != (n,):
+            raise ShapeError(f"tokens are {tokens.shape}, pos {pos.shape}; (n,) of each wanted")
+        if tokens.dtype.kind not in "iu" or pos.dtype.kind not in "iu":
+            raise ShapeError(f"tokens are {tokens.dtype}, pos {pos.dtype}; int32 wanted")
+        if not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
+            raise ConfigError(
+                f"tokens {tokens.min()} to {tokens.max()} are not all in the vocabulary, "
+                f"[0, {self.n_vocab})"
+            )
+        wanted = np.array([n - 1]) if rows is None else np.asarray(rows, np.int64).reshape(-1)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < n:
+            raise ConfigError(f"rows {wanted.min()} to {wanted.max()} are not all in [0, {n})")
+        return wanted
+
+
+class _Tensors:
+    """Takes tensors out of a file, checks shapes, and remembers what was taken."""
+
+    def __init__(self, file: GGUFFile):
+        self.file, self.taken = file, {_FREQ_FACTORS}
+
+    def n_rows(self, name: str) -> int:
+        self.file.tensor_bytes(name)
+        return self.file.tensors[name].shape[0]
+
+    def matrix(self, name: str, n_out: int, n_in: int) -> Linear:
+        self._check(name, (n_out, n_in))
+        return Linear(read_rows(self.file, name))
+
+    def vector(self, name: str, n: int) -> np.ndarray:
+        self._check(name, (n,))
+        return decode(read_rows(self.file, name)).reshape(-1)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        self.file.tensor_bytes(name)
+        found = self.file.tensors[name].shape
+        if found != shape:
+            raise ModelFileError(
+                f"{self.file.path}: tensor {name} is {list(found)}; {list(shape)} wanted"
+            )
+        self.taken.add(name)
+
+    def expect_all_used(self) -> None:
+        unused = [name for name in self.file.tensors if name not in self.taken]
+        if unused:
+            raise ModelFileError(
+                f"{self.file.path}: tensor {unused[0]} ({len(unused)} like it) is not known to "
+                "this runner (biases, experts and adapters are not done), so its results would "
+                "be wrong"
+            )
+
+
+def _read_layer(take: _Tensors, prefix: str, p: Any) -> _Layer:
+    n_q, n_k, n_v = p.n_head * p.head_dim, p.n_head_kv * p.head_dim, p.n_head_kv * p.head_dim_v
+
+    def matrix(name: str, n_out: int, n_in: int) -> Linear:
+        return take.matrix(f"{prefix}{name}.weight", n_out, n_in)
+
+    return _Layer(
+        attn_norm=take.vector(f"{prefix}attn_norm.weight", p.n_embd),
+        qkv=(
+            matrix("attn_q", n_q, p.n_embd),
+            matrix("attn_k", n_k, p.n_embd),
+            matrix("attn_v", n_v, p.n_embd),
+        ),
+        attn_output=matrix("attn_output", p.n_embd, p.n_head * p.head_dim_v),
+        ffn_norm=take.vector(f"{prefix}ffn_norm.weight", p.n_embd),
+        gate_up=(matrix("ffn_gate", p.n_ff, p.n_embd), matrix("ffn_up", p.n_ff, p.n_embd)),
+        ffn_down=matrix("ffn_down", p.n_embd, p.n_ff),
+    )
