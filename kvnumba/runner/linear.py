@@ -41,7 +41,9 @@ class Linear:
     """
 
     def __init__(self, rows: Rows):
-        self.rows = rows
+        data = rows.data.view()
+        data.flags.writeable = False  # one type for all weights, so that one kernel serves them
+        self.rows = rows._replace(data=data)
         self.n_out, self.n_in = rows.shape
 
 

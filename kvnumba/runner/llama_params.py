@@ -158,6 +158,8 @@ class _Keys:
 
 def _read_rope(keys: _Keys, head_dim: int) -> RopeConfig:
     n_rot = keys.count("rope.dimension_count", head_dim)
+    if n_rot > head_dim:
+        raise keys.fail("rope.dimension_count", n_rot, f"at most {head_dim}, the size of a head,")
     kind = keys.get("rope.scaling.type", "none")
     given: dict[str, Any] = {}
     if kind in ("linear", "yarn"):

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     shape : tuple of int
         Rows, and weights per row.
     row_bytes : int
-    data : ndarray of uint8, shape (rows * row_bytes,), read-only
+    data : ndarray of uint8, shape (rows * row_bytes,)
     """
 
     kind: int
@@ -55,7 +55,6 @@ def read_rows(file: GGUFFile, name: str) -> Rows:
     if info.kind in NATIVE_KINDS:
         return Rows(info.kind, shape, row_bytes(info.kind, n_in), data)
     decoded = decode_by_gguf(data, info.kind, shape, f"{file.path}: tensor {name}")
-    decoded.flags.writeable = False  # one type for all weights, so that one kernel serves them
     return Rows(_F32, shape, 4 * n_in, decoded.reshape(-1).view(np.uint8))
 
 

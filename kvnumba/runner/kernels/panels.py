@@ -8,6 +8,7 @@ for the cores, and this is as fast.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -69,7 +70,8 @@ else:
     def panel_products(w, n_rows, n_in, panels, start, sums):
         rows = w[: n_rows * n_in].reshape(n_rows, n_in)
         panel = panels[start : start + n_in * PANEL].reshape(n_in, PANEL)
-        sums[: n_rows * PANEL] = (rows @ panel).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            sums[: n_rows * PANEL] = (rows @ panel).reshape(-1)
 
 
 @njit(parallel=True)
