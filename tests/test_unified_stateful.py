@@ -7,49 +7,73 @@ import pytest
 import strategies
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from judged import Judged
 
 from kvnumba.batch import Batch
 from kvnumba.errors import KVCacheError, StepError
 
-ENDINGS = st.sampled_from(["commit", "commit", "commit", "rollback", "leave"])
+ENDINGS = strategies.mostly(st.sampled_from(["commit"] * 4 + ["rollback"]), st.just("leave"), 12)
 
 
 class UnifiedMachine(RuleBasedStateMachine):
     """Calls both with the same arguments; every field and row is compared after each rule."""
 
     judged = None
+    sizes = strategies.SIZES["two"]
 
     @initialize(
-        n_cells=strategies.n_cells,
+        data=st.data(),
         n_seq_max=strategies.n_seq_max,
         placement=st.sampled_from(["scatter", "ring"]),
-        shared=st.sampled_from(["move", "refuse", "copy"]),
+        shared=st.sampled_from(["copy", "move", "refuse"]),
         n_spare=st.sampled_from([0, 0, 3]),
         v_trans=st.booleans(),
+        prefilled=strategies.prefilled,
     )
-    def start(self, n_cells, n_seq_max, placement, shared, n_spare, v_trans):
+    def start(self, data, n_seq_max, placement, shared, n_spare, v_trans, prefilled):
+        n_cells = data.draw(st.sampled_from(self.sizes), label="n_cells")
         self.judged = Judged(n_cells, n_seq_max, placement, shared, n_spare, v_trans)
         self.cache, self.oracle = self.judged.cache, self.judged.oracle
-        self.judged.plant_nan()
         self.n_seq_max = n_seq_max
+        n = int(prefilled * self.oracle.n_ctx)
+        ids = data.draw(st.lists(strategies.id_lists(n_seq_max), min_size=1, max_size=3))
+        where, pos = list(range(n)), [i // len(ids) for i in range(n)]
+        self.judged.place(where, pos, [ids[i % len(ids)] for i in range(n)], where)
+        self.judged.call("commit")
 
     @invariant()
     def agree(self):
         if self.judged is not None:
             self.judged.compare()
+            self.judged.plant_nan()
 
     def teardown(self):
         if self.judged is not None:
             self.cache.close()
 
+    # -- what to call with --------------------------------------------------------------------
+
     def draw_tokens(self, data):
-        pos, ids = data.draw(strategies.tokens(self.oracle.n_cells, self.n_seq_max), label="batch")
+        sizes = self.oracle.n_cells, self.oracle.n_free, self.n_seq_max
+        pos, ids = data.draw(strategies.tokens(*sizes), label="batch")
         return pos, ids, [1000 + t for t in range(len(pos))]
 
     def draw_id(self, data):
-        return data.draw(strategies.any_seq_ids(self.n_seq_max), label="seq_id")
+        held = sorted({s for c in self.oracle.cells for s in c.seqs})
+        return data.draw(strategies.ids_around(held, self.n_seq_max), label="seq_id")
+
+    def positions_of(self, seq_id):
+        return sorted({self.oracle.cells[i].pos for i in self.oracle.members(seq_id)})
+
+    def draw_range(self, data, seq_id):
+        return data.draw(strategies.ranges_around(self.positions_of(seq_id)), label="p0, p1")
 
     # -- placing ------------------------------------------------------------------------------
 
@@ -63,24 +87,15 @@ class UnifiedMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ending=ENDINGS)
     def place_at(self, data, ending):
         """Cells of the caller's choice: taken ones, repeated ones, ones that do not exist."""
-        n = self.oracle.n_cells
-        cell = st.one_of(st.integers(0, n - 1), st.integers(0, n - 1), st.integers(-1, n))
+        free, n = self.oracle.free_cells(), self.oracle.n_cells
+        one = st.sampled_from(free or [0])
+        cell = st.one_of(one, one, one, st.integers(-1, n))
         where = data.draw(st.lists(cell, max_size=4), label="cells")
         ids = data.draw(strategies.id_lists(self.n_seq_max), label="ids")
         pos = data.draw(strategies.positions, label="pos")
         pos = [min(pos + t, strategies.MAX_POS) for t in range(len(where))]
         if self.judged.place(where, pos, [ids] * len(where), pos) and ending != "leave":
             self.judged.call(ending)
-
-    @rule(data=st.data())
-    def place_with_bad_arguments(self, data):
-        slot = self.oracle.free_cells()[:1]
-        if not slot:
-            return
-        bad_id = data.draw(strategies.bad_seq_ids(self.n_seq_max))
-        bad_pos = data.draw(st.sampled_from([-1, -7, 2**31 - 1]))
-        for pos, ids in ([3], [[bad_id]]), ([bad_pos], [[0]]), ([3], [[]]), ([3], [[0, 0]]):
-            self.judged.call("place", slot, pos, ids, [5])
 
     @rule(data=st.data(), n_ubatch=st.integers(1, 70), counted=st.booleans(), end=ENDINGS)
     def decode(self, data, n_ubatch, counted, end):
@@ -100,7 +115,6 @@ class UnifiedMachine(RuleBasedStateMachine):
             elif end == "rollback":
                 step.rollback()
                 self.oracle.undo([where])
-                return
             else:
                 return
 
@@ -122,54 +136,96 @@ class UnifiedMachine(RuleBasedStateMachine):
         if n_done:
             self.oracle.undo(slots[:n_done])
 
-    @rule(data=st.data())
-    def a_stale_step_is_refused(self, data):
-        steps, _ = self.judged.prepare([0], [[0]], 1, [7])
-        if not steps:
-            return
-        s = self.draw_id(data)
-        self.judged.call("seq_rm", s, 0, 2)
-        self.judged.call("seq_cp", 0, self.n_seq_max - 1, -1, -1)
-        if self.n_seq_max > 1:
-            with pytest.raises(StepError):
-                steps[0].apply()
-
-    @precondition(lambda self: self.judged is not None and self.oracle.pending)
     @rule(ending=st.sampled_from(["commit", "rollback"]))
     def end_pending(self, ending):
         self.judged.call(ending)
 
     # -- the verbs ----------------------------------------------------------------------------
 
-    @rule(data=st.data(), p=strategies.ranges(), for_all=st.sampled_from([False] * 5 + [True]))
-    def seq_rm(self, data, p, for_all):
-        self.judged.call("seq_rm", -1 if for_all else self.draw_id(data), *p)
+    @rule(data=st.data(), for_all=strategies.one_in(6))
+    def seq_rm(self, data, for_all):
+        s = -1 if for_all else self.draw_id(data)
+        self.judged.call("seq_rm", s, *self.draw_range(data, s))
 
-    @rule(data=st.data(), p=strategies.ranges())
-    def seq_cp(self, data, p):
-        self.judged.call("seq_cp", self.draw_id(data), self.draw_id(data), *p)
+    @rule(data=st.data())
+    def seq_cp(self, data):
+        s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
+        self.judged.call("seq_cp", s, other, *self.draw_range(data, s))
 
-    @rule(data=st.data(), rare=st.integers(0, 3))
-    def seq_keep(self, data, rare):
-        if rare == 0:
+    @rule(data=st.data())
+    def seq_cp_to_any(self, data):
+        s, other = data.draw(strategies.seq_ids(self.n_seq_max)), self.draw_id(data)
+        self.judged.call("seq_cp", s, other, *self.draw_range(data, s))
+
+    @rule(data=st.data())
+    def seq_add(self, data):
+        s = self.draw_id(data)
+        delta = data.draw(strategies.deltas_around(self.positions_of(s)), label="delta")
+        self.judged.call("seq_add", s, *self.draw_range(data, s), delta)
+
+    @rule(data=st.data(), d=strategies.divisors)
+    def seq_div(self, data, d):
+        s = self.draw_id(data)
+        self.judged.call("seq_div", s, *self.draw_range(data, s), d)
+
+    # -- deferred work ------------------------------------------------------------------------
+
+    @rule()
+    def update(self):
+        self.judged.call("update")
+
+    @rule(limit=st.sampled_from([None, None, 0, 1, 2, 5]), now=st.booleans())
+    def defrag(self, limit, now):
+        self.judged.call("defrag", limit)
+        if now:
+            self.judged.call("update")
+
+    # -- what seldom happens, and questions ---------------------------------------------------
+
+    @rule(data=st.data(), what=st.sampled_from(["nothing", "nothing", "others", "all"]))
+    def empty(self, data, what):
+        if what == "others":
             self.judged.call("seq_keep", self.draw_id(data))
-
-    @rule(data=st.data(), p=strategies.ranges(), delta=strategies.deltas)
-    def seq_add(self, data, p, delta):
-        self.judged.call("seq_add", self.draw_id(data), *p, delta)
-
-    @rule(data=st.data(), p=strategies.ranges(), d=strategies.divisors)
-    def seq_div(self, data, p, d):
-        self.judged.call("seq_div", self.draw_id(data), *p, d)
-
-    @rule(data_too=st.booleans(), rare=st.integers(0, 5))
-    def clear(self, data_too, rare):
-        if rare == 0:
-            self.cache.clear(data=data_too)
+        if what == "all":
+            self.cache.clear(data=data.draw(st.booleans()))
             self.oracle.clear()
 
-    @rule(bad=st.sampled_from(["0", 1.0, None, True, [0]]))
-    def arguments_of_other_kinds_are_refused(self, bad):
+    @rule(data=st.data(), how=st.sampled_from(["none", "none", "used", "some"]))
+    def pin(self, data, how):
+        n = self.oracle.n_cells
+        some = st.lists(st.integers(0, n - 1), unique=True, max_size=12)
+        cells = self.oracle.members(-1) if how == "used" else []
+        self.judged.pin(sorted(data.draw(some)) if how == "some" else cells)
+
+    @rule(data=st.data(), kind=st.sampled_from(["place", "stale", "kinds", "kinds"]))
+    def what_is_refused(self, data, kind):
+        if kind == "place":
+            self.place_with_bad_arguments(data)
+        elif kind == "stale":
+            self.apply_a_stale_step(data)
+        else:
+            self.call_with_other_kinds(data.draw(st.sampled_from(["0", 1.0, None, True, [0]])))
+
+    def place_with_bad_arguments(self, data):
+        slot = self.oracle.free_cells()[:1]
+        if not slot:
+            return
+        bad_id = data.draw(strategies.bad_seq_ids(self.n_seq_max))
+        bad_pos = data.draw(st.sampled_from([-1, -7, 2**31 - 1]))
+        for pos, ids in ([3], [[bad_id]]), ([bad_pos], [[0]]), ([3], [[]]), ([3], [[0, 0]]):
+            self.judged.call("place", slot, pos, ids, [5])
+
+    def apply_a_stale_step(self, data):
+        s = data.draw(strategies.seq_ids(self.n_seq_max))
+        steps, _ = self.judged.prepare([0], [[s]], 1, [7])
+        if not steps:
+            return
+        calls = ("seq_rm", s, 0, 2), ("seq_keep", s), ("clear",)
+        self.judged.call(*data.draw(st.sampled_from(calls)))
+        with pytest.raises(StepError):
+            steps[0].apply()
+
+    def call_with_other_kinds(self, bad):
         c = self.cache
         for call in (
             lambda: c.seq_rm(bad, 0, 1),
@@ -185,41 +241,19 @@ class UnifiedMachine(RuleBasedStateMachine):
             with pytest.raises(KVCacheError):
                 call()
 
-    # -- deferred work, pins, spoiled rows ----------------------------------------------------
+    @rule(data=st.data(), n_listed=st.integers(0, 5), limit=st.sampled_from([None, 0, 1, 2, 3]))
+    def ask(self, data, n_listed, limit):
+        self.compare_views(n_listed)
+        self.compare_defrag_plans(limit)
+        self.compare_sizes()
+        s = self.draw_id(data)
+        self.judged.call("seq_pos_min", s)
+        self.judged.call("seq_pos_max", s)
+        n_tokens = data.draw(st.integers(-1, self.oracle.n_cells + 1), label="n_tokens")
+        for contiguous in (True, False, None):
+            self.judged.call("find_slot", n_tokens, contiguous)
 
-    @rule()
-    def update(self):
-        self.judged.call("update")
-
-    @rule(limit=st.sampled_from([None, None, 0, 1, 2, 5]), now=st.booleans())
-    def defrag(self, limit, now):
-        self.judged.call("defrag", limit)
-        if now:
-            self.judged.call("update")
-
-    @rule(limit=st.sampled_from([None, 0, 1, 2, 3]))
-    def defrag_plan(self, limit):
-        ids, n_moves = self.oracle.defrag_plan(limit)
-        src, dst, n_runs = self.cache.defrag_plan(limit)
-        assert n_runs == n_moves
-        wanted = {i: t for i, t in enumerate(ids) if t not in (i, len(ids))}
-        assert dict(zip(src.tolist(), dst.tolist(), strict=True)) == wanted
-
-    @rule(data=st.data(), how=st.sampled_from(["none", "used", "some"]))
-    def pin(self, data, how):
-        n = self.oracle.n_cells
-        some = st.lists(st.integers(0, n - 1), unique=True, max_size=12)
-        cells = self.oracle.members(-1) if how == "used" else []
-        self.judged.pin(sorted(data.draw(some)) if how == "some" else cells)
-
-    @rule()
-    def plant_nan(self):
-        self.judged.plant_nan()
-
-    # -- questions ----------------------------------------------------------------------------
-
-    @rule(n_listed=st.integers(0, 5))
-    def view(self, n_listed):
+    def compare_views(self, n_listed):
         view = self.cache.view(n_listed)
         pos, listed = self.oracle.view(n_listed)
         assert view.pos.tolist() == pos
@@ -227,26 +261,30 @@ class UnifiedMachine(RuleBasedStateMachine):
         assert (view.used, view.n_tokens) == (self.oracle.used, self.oracle.n_tokens)
         assert (view.max_contiguous, view.max_contiguous_idx) == self.oracle.longest_hole()
 
-    @rule()
-    def sizes(self):
+    def compare_defrag_plans(self, limit):
+        ids, n_moves = self.oracle.defrag_plan(limit)
+        src, dst, n_runs = self.cache.defrag_plan(limit)
+        assert n_runs == n_moves
+        wanted = {i: t for i, t in enumerate(ids) if t not in (i, len(ids))}
+        assert dict(zip(src.tolist(), dst.tolist(), strict=True)) == wanted
+
+    def compare_sizes(self):
         padding = self.cache.padding
         assert self.cache.n_kv() == self.oracle.n_kv(padding)
         assert self.cache.fragmentation() == self.oracle.fragmentation(padding)
         assert self.cache.defrag_sched(1e-9) is False
 
-    @rule(data=st.data())
-    def questions_about_sequences(self, data):
-        s = self.draw_id(data)
-        self.judged.call("seq_pos_min", s)
-        self.judged.call("seq_pos_max", s)
 
-    @rule(n_tokens=st.integers(-2, 300), contiguous=st.sampled_from([None, True, False]))
-    def find_only(self, n_tokens, contiguous):
-        self.judged.call("find_slot", n_tokens, contiguous)
+def machine_of(words):
+    """Return the machine for caches whose bitmaps have that many words."""
+    return type("UnifiedMachine", (UnifiedMachine,), {"sizes": strategies.SIZES[words]})
 
 
-TestUnified = UnifiedMachine.TestCase
-TestUnified.settings = settings(stateful_step_count=40, report_multiple_bugs=False)
+@pytest.mark.parametrize("words", strategies.SIZES)
+def test_any_operations_in_any_order(words):
+    n_examples = max(10, settings.default.max_examples // 2)
+    limits = settings(max_examples=n_examples, stateful_step_count=40, report_multiple_bugs=False)
+    run_state_machine_as_test(machine_of(words), settings=limits)
 
 
 def test_a_bare_batch_continues_sequence_0():
