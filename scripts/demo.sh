@@ -15,9 +15,9 @@ echo
 echo "== first process: read the document, answer, exit =="
 kvnumba run --session "$session" --chat --n-predict 48 \
     --file docs/demo/lighthouse.txt \
-    --prompt "Who designed the lighthouse at Skarn Point?" 2>&1
+    --prompt "What is the name of the barge that carried the stone?" 2>&1
 
 echo
 echo "== second process: resume the session from disk, ask something else =="
 kvnumba run --session "$session" --chat --n-predict 48 \
-    --prompt "What was the name of the keeper's goat?" 2>&1
+    --prompt "How tall is the tower?" 2>&1

@@ -62,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     elif not args.chat:
         prompt = prompt_tokens(model.tokenizer, text or "", False, np.empty(0, np.int32))
 
-    start = time.perf_counter()
-    cache, session = _open_cache(model, args)
-    restore_ms = None if session is None else (time.perf_counter() - start) * 1e3
+    cache, session, restore_ms = _open_cache(model, args)
     try:
         generator = Generator(model.net, cache, session)
         if args.chat:
@@ -84,27 +82,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open_cache(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return a fresh cache, or the session's; refuses a session that does not fit."""
+def _open_cache(model: Any, args: argparse.Namespace) -> tuple[Any, Any, float | None]:
+    """Return cache, session, and the milliseconds that opening the session took."""
     from kvnumba.unified import UnifiedCache
 
     types = {"type_k": args.type_k, "type_v": args.type_v}
     given = {k: v for k, v in types.items() if v is not None}
     n_ctx = model.net.n_ctx_train if args.n_ctx is None else args.n_ctx
     if args.session is None:
-        return UnifiedCache(model.net.config(n_ctx=n_ctx, **given)), None
+        return UnifiedCache(model.net.config(n_ctx=n_ctx, **given)), None, None
     from kvnumba.store.session import Session
 
     try:
         config = Session.read_config(args.session)
     except SessionNotFoundError:
         config = model.net.config(n_ctx=n_ctx, **given)
-        session = Session.create(args.session, config, model.fingerprint(config))
-        return session.cache, session
+        fingerprint = model.fingerprint(config)
+        start = time.perf_counter()
+        session = Session.create(args.session, config, fingerprint)
+        return session.cache, session, (time.perf_counter() - start) * 1e3
     kept = {"type_k": config.type_k, "type_v": config.type_v} | given
     wanted = model.net.config(n_ctx=args.n_ctx or config.n_ctx, **kept)
-    session = Session.open(args.session, model.fingerprint(wanted), n_ctx=args.n_ctx)
-    return session.cache, session
+    fingerprint = model.fingerprint(wanted)
+    start = time.perf_counter()
+    session = Session.open(args.session, fingerprint, n_ctx=args.n_ctx)
+    return session.cache, session, (time.perf_counter() - start) * 1e3
 
 
 class _Stream:
