@@ -130,7 +130,8 @@ def test_space_comes_on_all_planes_or_on_none(pack, monkeypatch, n_good):
         m.setattr(os, "posix_fallocate", refuse_from(n_good))
         with pytest.raises(DiskFullError):
             pack.reserve(256, 20000)
-    assert used_bytes(pack) == before
+    # The file system's own list of the file's pieces may have grown by a block.
+    assert used_bytes(pack) <= before + HEADER_BYTES
     pack.reserve(256, 20000)
     assert used_bytes(pack) > before + 19000 * sum(p.row_bytes for p in pack.planes)
     assert os.pread(pack.file.fd, 64, pack.planes[0].offset) == rows
@@ -155,16 +156,14 @@ def test_growth_in_steps(tmp_path):
     rows.close()
 
 
-def test_a_step_is_limited_in_bytes(tmp_path):
-    wide = config(n_ctx=100_000, n_head_kv=2048)
-    rows = MappedRows(wide, tmp_path, OWNER)
-    rows.reserve(10)
-    per_cell = wide.bytes_per_cell_k + wide.bytes_per_cell_v
-    assert 10 < rows.n_reserved * per_cell <= MIN_STEP * per_cell
-    rows.reserve(5000)
-    n = rows.n_reserved
-    rows.reserve(n + 1)
-    assert (rows.n_reserved - n) * per_cell <= MAX_STEP_BYTES
+def test_a_step_is_limited_in_bytes(tmp_path, monkeypatch):
+    per_cell = 64 + 32 + 32 + 16
+    assert MAX_STEP_BYTES == 64 << 20
+    monkeypatch.setattr("kvnumba.packs.MAX_STEP_BYTES", 100 * per_cell + 1)
+    rows = MappedRows(config(n_ctx=10_000), tmp_path, OWNER)
+    for asked, got in ((10, 100), (101, 200), (5000, 5000), (5001, 5100)):
+        rows.reserve(asked)
+        assert rows.n_reserved == got
     rows.close()
 
 

@@ -136,7 +136,9 @@ def load(folder: Path) -> Loaded:
             return _load(folder, names, bases, mark)
         except SessionNotFoundError:
             continue
-    if any(g or any(_read_file(Journal.path_of(folder, g))) for g in generations(names, "journal")):
+    for g in generations(names, "journal"):
+        if g == 0 and not _read_file(Journal.path_of(folder, g)).strip(b"\0"):
+            continue  # a session whose making was interrupted
         raise DamagedError(f"{folder} has lost its checkpoint")
     raise SessionNotFoundError(f"{folder} holds no session")
 
@@ -178,7 +180,7 @@ def _replay(folder: Path, names: list[str], point: Checkpoint) -> Loaded:
         for record in read_records(data, generation, seq):
             committed.apply(parse_blocks(record.payload, path))
             seq, end, n_records = record.seq, record.end, n_records + 1
-        if any(memoryview(data)[end:]):
+        if data[end:].strip(b"\0"):
             log.warning("%s: what follows commit %d is not whole and is dropped", path, seq)
         if generation == point.generation:
             ends = end, n_records
