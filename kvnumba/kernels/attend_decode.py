@@ -129,14 +129,12 @@ def _attend_part(
         if partial:
             _mask_scores(s, tile, pos, q_pos, window, dims)
         _softmax_tile(s, tile, m, total, acc, seen.shape[0], dims)
+        dims_v, rows_v, start_v, order = dims, v, 0, seen
         if v_trans:
             _transpose_v(work, v_tile - work_start, lists[2], v, seen, dims)
-            v_dims = (dims[0], KIND_F32, dims[2], dims[3], dims[4], dims[5])
-            _mix_tile(
-                acc, s, tile, work_items, v_tile, lists[2], pos, q_pos, window, v_dims, partial
-            )
-        else:
-            _mix_tile(acc, s, tile, v, 0, seen, pos, q_pos, window, dims, partial)
+            dims_v = (dims[0], np.int64(KIND_F32), dims[2], dims[3], dims[4], dims[5])
+            rows_v, start_v, order = work_items, v_tile, lists[2, : seen.shape[0]]
+        _mix_tile(acc, s, tile, rows_v, start_v, order, pos, q_pos, window, dims_v, partial)
 
 
 @njit()
@@ -178,15 +176,17 @@ def _step(left):
 def _score_tile(s, tile, qs, k, v, cells, ahead, dims, v_trans):
     kind_k, kind_v, n_head_kv, n_rows, dk, dv = dims
     k_step, v_step, n = n_head_kv * dk, n_head_kv * dv, cells.shape[0]
+    k_bytes = k_step * (4 if kind_k == KIND_F32 else 2)
+    v_bytes = 0 if v_trans else v_step * (4 if kind_v == KIND_F32 else 2)
+    k_share, v_share = 4 * k_bytes // n_head_kv + 63, 4 * v_bytes // n_head_kv + 63
     for i in range(0, n, 4):
         # short of four, the last cell is taken again: always a row that may be read
         c0, c1 = np.int64(cells[i]), np.int64(cells[min(i + 1, n - 1)])
         c2, c3 = np.int64(cells[min(i + 2, n - 1)]), np.int64(cells[min(i + 3, n - 1)])
-        for j in range(i, min(i + 4, ahead.shape[0])):
-            prefetch(kind_k, k, np.int64(ahead[j]) * k_step, k_step)
-        for j in range(i, min(i + 4, n) if not v_trans else 0):
-            prefetch(kind_v, v, np.int64(cells[j]) * v_step, v_step)
+        k_at, v_at = (i, np.int64(0)), (i, np.int64(0))
         for h in range(n_head_kv):
+            k_at = _fetch(k, ahead, k_bytes, k_at, k_share)
+            v_at = _fetch(v, cells, v_bytes, v_at, v_share)
             o, r, last = h * dk, h * n_rows, h * n_rows + n_rows
             while r < last:
                 step = _step(last - r)
@@ -195,6 +195,24 @@ def _score_tile(s, tile, qs, k, v, cells, ahead, dims, v_trans):
                     c3 * k_step + o, dk, qs, r * dk, dk, s, r * tile + i, tile,
                 )  # fmt: skip
                 r += step
+
+
+@njit()
+def _fetch(rows, cells, row_bytes, at, share):
+    """Ask for the next `share` bytes of the listed rows; return where to go on.
+
+    Requests spread over the work of all heads, in address order, are what the memory keeps up
+    with.
+    """
+    j, start = at
+    while share >= 64 and j < cells.shape[0] and row_bytes > 0:
+        size = min(share, row_bytes - start)
+        prefetch(rows, np.int64(cells[j]) * row_bytes + start, size)
+        share -= size
+        start += size
+        if start == row_bytes:
+            j, start = j + 1, np.int64(0)
+    return j, start
 
 
 @njit()
@@ -243,25 +261,37 @@ def _transpose_v(work, start, order, v, cells, dims):
 
 @njit()
 def _mix_tile(acc, s, tile, v, v_start, cells, pos, q_pos, window, dims, partial):
-    """Add the weighted V rows; in a partial tile each row adds only cells that it sees.
+    """Add the weighted V rows; in a partial tile each row adds only runs of cells that it sees.
 
     A weight of 0 is no excuse for touching a row: 0 times NaN is NaN.
     """
     kind_v, n_head_kv, n_rows, dv = dims[1], dims[2], dims[3], dims[5]
-    step_v, n = n_head_kv * dv, pos.shape[0]
+    n_group, n = n_rows // q_pos.shape[0], pos.shape[0]
     for h in range(n_head_kv):
-        o, row, last = v_start + h * dv, h * n_rows, h * n_rows + n_rows
-        while row < last and not partial:
-            step = _step(last - row)
-            mix(kind_v, step, v, o, step_v, dv, cells, n, s, row * tile, tile, acc, row * dv, dv)
-            row += step
+        row, last = h * n_rows, h * n_rows + n_rows
         while row < last:
-            t = (row - h * n_rows) // (n_rows // q_pos.shape[0])
-            for i in range(n):
-                if _sees(q_pos[t], pos[i], window):
-                    at = row * tile + i
-                    mix(kind_v, 1, v, o, step_v, dv, cells[i:], 1, s, at, 1, acc, row * dv, dv)
-            row += 1
+            step, start, stop = 1 if partial else _step(last - row), 0, n
+            while start < n:
+                if partial:
+                    start, stop = _seen_run(pos, q_pos[row % n_rows // n_group], window, start)
+                mix(
+                    kind_v, step, v, v_start + h * dv, n_head_kv * dv, dv, cells[start:],
+                    stop - start, s, row * tile + start, tile, acc, row * dv, dv,
+                )  # fmt: skip
+                start = stop
+            row += step
+
+
+@njit()
+def _seen_run(pos, q_pos, window, start):
+    """Return the next run of cells that a query sees, possibly empty at the end."""
+    n = pos.shape[0]
+    while start < n and not _sees(q_pos, pos[start], window):
+        start += 1
+    stop = start
+    while stop < n and _sees(q_pos, pos[stop], window):
+        stop += 1
+    return start, stop
 
 
 @njit()

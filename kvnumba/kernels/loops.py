@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+from llvmlite import ir
 from numba.core import cgutils
 
 from kvnumba.kernels import simd
@@ -37,6 +40,41 @@ def cases(builder, kind, n_rows=None):
                     yield known, rows
 
 
+@contextmanager
+def loop(builder, start, stop, step):
+    """Emit a loop over ``range(start, stop, step)`` and give its index.
+
+    The body is written as it shall run. LLVM is told not to unroll or vectorise it once more,
+    which would only multiply the code, and the time to compile it.
+    """
+    before = builder.block
+    body, after = builder.append_basic_block("loop"), builder.append_basic_block("loop.end")
+    builder.cbranch(builder.icmp_signed("<", start, stop), body, after)
+    builder.position_at_end(body)
+    index = builder.phi(simd.I64)
+    index.add_incoming(start, before)
+    yield index
+    following = builder.add(index, step)
+    index.add_incoming(following, builder.block)
+    more = builder.cbranch(builder.icmp_signed("<", following, stop), body, after)
+    more.set_metadata("llvm.loop", _as_written(builder.module))
+    builder.position_at_end(after)
+
+
+def _as_written(module):
+    """Return the metadata of one loop; it names itself first, as LLVM asks."""
+    unroll = [ir.MetaDataString(module, "llvm.loop.unroll.disable")]
+    vectorise = [ir.MetaDataString(module, "llvm.loop.vectorize.enable"), ir.IntType(1)(0)]
+    node = module.add_metadata([simd.I64(len(module.metadata))])  # unlike any other
+    node.operands = (node, module.add_metadata(unroll), module.add_metadata(vectorise))
+    return node
+
+
+def count(builder, n):
+    """Emit a loop over ``range(n)``; see `loop`."""
+    return loop(builder, simd.I64(0), n, simd.I64(1))
+
+
 def vectors_then_rest(builder, n, steps):
     """Yield index and lanes in a loop of whole vectors, then in one of the values left.
 
@@ -46,7 +84,7 @@ def vectors_then_rest(builder, n, steps):
     for lanes in steps:
         step = simd.I64(max(lanes, 1))
         stop = builder.sub(n, builder.srem(builder.sub(n, start), step))
-        with cgutils.for_range_slice(builder, start, stop, step) as (d, _):
+        with loop(builder, start, stop, step) as d:
             yield d, lanes
         start = stop
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvnumba.kernels import simd
 from kvnumba.kernels.half import KIND_F32
 from kvnumba.kernels.jit import JIT
-from kvnumba.kernels.loops import LANES, Pointers, add_product, every, zeros
+from kvnumba.kernels.loops import LANES, Pointers, add_product, count, every, loop, zeros
 
 PANEL_VECTORS, COLUMN_VECTORS = 3, 2
 PANEL = PANEL_VECTORS * LANES
@@ -40,11 +39,10 @@ if JIT:
             k, q, to = (at(a, KIND_F32, args[a + 1]) for a in (0, 4, 6))
             dk = args[3]
             step = simd.I64(CELLS)
-            with cgutils.for_range_slice(builder, simd.I64(0), args[2], step) as (i, _):
+            with loop(builder, simd.I64(0), args[2], step) as i:
                 rows = every(builder, builder.gep(k, [builder.mul(i, dk)]), dk, CELLS)
                 sums = [zeros(builder, PANEL_VECTORS, LANES) for _ in rows]
-                with cgutils.for_range(builder, dk) as loop:
-                    d = loop.index
+                with count(builder, dk) as d:
                     vectors = _load_vectors(
                         builder, q, builder.mul(d, simd.I64(PANEL)), PANEL_VECTORS
                     )
@@ -96,11 +94,11 @@ if JIT:
             factor = at(9, KIND_F32, simd.I64(0))
             n, v_step, width = args[2], args[5], args[8]
             groups = builder.sdiv(width, simd.I64(COLUMNS))
-            with cgutils.for_range(builder, groups) as outer:
-                tile = builder.gep(v, [builder.mul(outer.index, v_step)])
-                column = builder.mul(outer.index, simd.I64(COLUMNS))
+            with count(builder, groups) as group:
+                tile = builder.gep(v, [builder.mul(group, v_step)])
+                column = builder.mul(group, simd.I64(COLUMNS))
                 rows = simd.I64(PANEL), simd.I64(ROWS)
-                with cgutils.for_range_slice(builder, simd.I64(0), *rows) as (r, _):
+                with loop(builder, simd.I64(0), *rows) as r:
                     to = builder.gep(acc, [builder.add(builder.mul(r, width), column)])
                     _emit_row_sums(
                         builder, builder.gep(s, [r]), n, tile, to, width, builder.gep(factor, [r])
@@ -155,11 +153,9 @@ def _add_outer_product(builder, scalars, vectors, sums):
 def _emit_row_sums(builder, weights, n, tile, to, width, factors):
     """Emit ROWS x COLUMNS sums over `n` cells, added to the scaled sums at `to`."""
     sums = [zeros(builder, COLUMN_VECTORS, LANES) for _ in range(ROWS)]
-    with cgutils.for_range(builder, n) as loop:
-        vectors = _load_vectors(
-            builder, tile, builder.mul(loop.index, simd.I64(COLUMNS)), COLUMN_VECTORS
-        )
-        first = builder.gep(weights, [builder.mul(loop.index, simd.I64(PANEL))])
+    with count(builder, n) as t:
+        vectors = _load_vectors(builder, tile, builder.mul(t, simd.I64(COLUMNS)), COLUMN_VECTORS)
+        first = builder.gep(weights, [builder.mul(t, simd.I64(PANEL))])
         scalars = [builder.gep(first, [simd.I64(r)]) for r in range(ROWS)]
         _add_outer_product(builder, scalars, vectors, sums)
     for r, row in enumerate(every(builder, to, width, ROWS)):
@@ -175,13 +171,13 @@ def _emit_column_softmax(builder, column, n, maximum, total, factor):
     old = simd.load(builder, KIND_F32, maximum, LANES)
     largest, added = zeros(builder, 2, LANES)
     builder.store(old, largest)
-    with cgutils.for_range(builder, n) as loop:
-        pointer = builder.gep(column, [builder.mul(loop.index, simd.I64(PANEL))])
+    with count(builder, n) as t:
+        pointer = builder.gep(column, [builder.mul(t, simd.I64(PANEL))])
         value = simd.load(builder, KIND_F32, pointer, LANES)
         builder.store(simd.larger(builder, value, builder.load(largest)), largest)
     m = builder.load(largest)
-    with cgutils.for_range(builder, n) as loop:
-        pointer = builder.gep(column, [builder.mul(loop.index, simd.I64(PANEL))])
+    with count(builder, n) as t:
+        pointer = builder.gep(column, [builder.mul(t, simd.I64(PANEL))])
         value = simd.load(builder, KIND_F32, pointer, LANES)
         y = simd.exp2(builder, builder.fsub(value, m))
         simd.store(builder, y, pointer)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvnumba.kernels import simd
@@ -23,7 +22,9 @@ from kvnumba.kernels.loops import (
     Pointers,
     add_product,
     cases,
+    count,
     every,
+    loop,
     vectors_then_rest,
     zeros,
 )
@@ -104,38 +105,34 @@ if JIT:
             cell = context.make_array(signature.args[3])(context, builder, args[3]).data
             for kind, _ in cases(builder, args[0]):
                 source, to = at(1, kind, args[2]), at(5, KIND_F32, args[6])
-                with cgutils.for_range(builder, args[4]) as loop:
-                    index = builder.sext(builder.load(builder.gep(cell, [loop.index])), simd.I64)
+                with count(builder, args[4]) as t:
+                    index = builder.sext(builder.load(builder.gep(cell, [t])), simd.I64)
                     value = simd.load(builder, kind, builder.gep(source, [index]), 0)
-                    simd.store(builder, value, builder.gep(to, [builder.mul(loop.index, args[7])]))
+                    simd.store(builder, value, builder.gep(to, [builder.mul(t, args[7])]))
             return context.get_dummy_value()
 
         i = types.intp
         return types.void(i, items, i, cells, i, out, i, i), emit
 
     @intrinsic
-    def prefetch(typingctx, kind, items, start, n):
-        """Ask for the cache lines of `n` neighbouring items to be brought to the second level."""
+    def prefetch(typingctx, items, start, n):
+        """Ask for `n` bytes from byte `start` to be brought to the second-level cache."""
 
         def emit(context, builder, signature, args):
-            at = Pointers(context, builder, signature, args)
             byte = ir.IntType(8).as_pointer()
             i32 = simd.I32
             hint = builder.module.declare_intrinsic(
                 "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
             )
-            for kind, _ in cases(builder, args[0]):
-                first = at(1, kind, args[2])
-                line = ir.Constant(simd.I64, 64 // (4 if kind == KIND_F32 else 2))
-                zero = ir.Constant(simd.I64, 0)
-                with cgutils.for_range_slice(builder, zero, args[3], line) as (d, _):
-                    pointer = builder.bitcast(builder.gep(first, [d]), byte)
-                    # read; second level, where streams end up without pushing out the first
-                    builder.call(hint, [pointer, i32(0), i32(2), i32(1)])
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            first = builder.gep(builder.bitcast(data, byte), [args[1]])
+            with loop(builder, simd.I64(0), args[2], simd.I64(64)) as d:
+                # read; not the first level, which a stream would flush
+                builder.call(hint, [builder.gep(first, [d]), i32(0), i32(2), i32(1)])
             return context.get_dummy_value()
 
         i = types.intp
-        return types.void(i, items, i, i), emit
+        return types.void(items, i, i), emit
 
 else:
 
@@ -169,7 +166,7 @@ else:
         for t in range(n):
             out[out_start + t * out_step] = _plain(kind, items, start + int(cells[t]), 1)[0]
 
-    def prefetch(kind, items, start, n):
+    def prefetch(items, start, n):
         pass
 
 
@@ -209,10 +206,10 @@ def _emit_mix(builder, source, width, p_rows, sums):
 def _emit_weighted_sums(builder, source, d, p_rows, totals, lanes):
     """Add the columns from `d` of all V rows to ``totals[row][vector]``."""
     kind, first, step, cell, n_cells = source
-    with cgutils.for_range(builder, n_cells) as loop:
-        index = builder.sext(builder.load(builder.gep(cell, [loop.index])), simd.I64)
+    with count(builder, n_cells) as t:
+        index = builder.sext(builder.load(builder.gep(cell, [t])), simd.I64)
         v_row = builder.gep(first, [builder.add(builder.mul(index, step), d)])
-        weights = [builder.load(builder.gep(p, [loop.index])) for p in p_rows]
+        weights = [builder.load(builder.gep(p, [t])) for p in p_rows]
         if lanes:
             weights = [simd.splat(builder, weight, lanes) for weight in weights]
         for j in range(len(totals[0])):
