@@ -6,19 +6,15 @@ import logging
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, InUseError, ShapeError
-from kvnumba.files import make_folder, need_linux
 from kvnumba.kernels import rows
 from kvnumba.kernels.rope import shift_rows
 from kvnumba.mapping import memory, up_to_page
-
-if TYPE_CHECKING:
-    from kvnumba.packs import MappedRows
+from kvnumba.packs import MappedRows, new_files
 
 log = logging.getLogger(__name__)
 
@@ -291,15 +287,3 @@ class KVLayers:
                 f"these rows are files of process {self._pid}; a forked child ({os.getpid()}) may "
                 "read but not change them: open a session of its own in the child"
             )
-
-
-def new_files(config: CacheConfig, folder: Path, owner: bytes, make: bool) -> MappedRows:
-    """Make the first pack of a new folder; see `KVLayers` for what is refused."""
-    need_linux()
-    if config.v_trans:
-        raise ConfigError("rows in files are stored by cell: v_trans needs path=None")
-    from kvnumba.packs import MappedRows
-
-    if make:
-        make_folder(folder)
-    return MappedRows(config, folder, owner)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from kvnumba.config import CacheConfig
-from kvnumba.errors import DiskFullError
+from kvnumba.errors import ConfigError, DiskFullError
+from kvnumba.files import make_folder, need_linux
 from kvnumba.mapping import PAGE, Region
 from kvnumba.pack import KIND_K, SLOTS, Pack, planes_of
 
@@ -156,3 +157,21 @@ class MappedRows:
         self._region.close()
         for pack in self.packs:
             pack.close()
+
+
+def new_files(config: CacheConfig, folder: Path, owner: bytes, make: bool) -> MappedRows:
+    """Make the first pack of a new folder, and with `make` the folder.
+
+    Raises
+    ------
+    ConfigError
+        Transposed V.
+    SessionError, DiskFullError
+        If the folder is not empty or the files cannot be made; not on Linux.
+    """
+    need_linux()
+    if config.v_trans:
+        raise ConfigError("rows in files are stored by cell: v_trans needs path=None")
+    if make:
+        make_folder(folder)
+    return MappedRows(config, folder, owner)

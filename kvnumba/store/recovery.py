@@ -48,18 +48,18 @@ def mark_bytes(seq: int) -> bytes:
     return _MARK.pack(seq, ~seq & (1 << 64) - 1)
 
 
-def read_mark(folder: Path) -> int:
-    """Return the commit before which nothing may be opened.
+def read_mark(folder: Path) -> int | None:
+    """Return the commit before which nothing may be opened; None if there is no such file.
 
     Raises
     ------
     DamagedError
-        If the file is missing or cut.
+        If the file was cut.
     """
     try:
         data = _read_file(folder / MARK)
     except SessionNotFoundError:
-        raise DamagedError(f"{folder / MARK} is missing") from None
+        return None
     if len(data) != _MARK.size:
         raise DamagedError(f"{folder / MARK} was cut")
     seq, complement = _MARK.unpack(data)
@@ -127,11 +127,16 @@ def load(folder: Path) -> Loaded:
         If no state can be opened that is surely whole.
     """
     for _ in range(_TRIES):
+        # The mark comes first: what a writer commits from now on can only make a state newer.
+        mark = read_mark(folder)
         names = names_in(folder)
         bases = generations(names, "base")
         if not bases:
             break
-        mark = read_mark(folder)
+        if mark is None:
+            if MARK in names:
+                continue
+            raise DamagedError(f"{folder / MARK} is missing")
         try:
             return _load(folder, names, bases, mark)
         except SessionNotFoundError:

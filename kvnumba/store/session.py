@@ -19,8 +19,8 @@ from kvnumba.cells import Cells
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, DiskFullError, NoSlotError, SessionError, StepError
 from kvnumba.files import File, names_in, need_linux
-from kvnumba.layers import KVLayers, new_files
-from kvnumba.packs import MappedRows
+from kvnumba.layers import KVLayers
+from kvnumba.packs import MappedRows, new_files
 from kvnumba.store import recovery
 from kvnumba.store.committed import Committed
 from kvnumba.store.fingerprint import Fingerprint

@@ -327,6 +327,35 @@ def scenario_full_disk(folder):
     return counts
 
 
+def scenario_readers(folder):
+    """Look into a session again and again while it is written: never back in time, never torn."""
+    session = make_session(folder / "s")
+    session.close()
+    pid = os.fork()
+    if pid == 0:
+        with Session.open(folder / "s") as session:
+            stop = time.monotonic() + 3
+            while time.monotonic() < stop:
+                session.cache.clear()
+                add(session, range(int(session.n_commits % 20) + 1))
+                session.user["n"] = b"%d" % (session.n_commits + 1)
+                session.commit()
+                if session.n_commits % 5 == 0:
+                    session._writer.try_checkpoint()
+        os._exit(PASSED)
+    last = n_looks = n_changes = 0
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        info = Session.inspect(folder / "s")
+        assert info.n_commits >= last, (info.n_commits, last)
+        if info.n_commits:
+            assert info.user["n"] == b"%d" % info.n_commits
+            n_tokens = (info.n_commits - 1) % 20 + 1
+            assert info.cells.tokens_of(0).tolist() == list(range(n_tokens))
+        n_changes += info.n_commits != last
+        last, n_looks = info.n_commits, n_looks + 1
+    return {"n_commits": last, "n_looks": n_looks, "n_changes": n_changes}
+
+
 def scenario_broken(folder):
     """The judge itself is judged: with committed cells given out again, a crash must be noticed."""
     import numpy as np

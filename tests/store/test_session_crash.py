@@ -74,6 +74,11 @@ def test_reusing_committed_cells_would_be_noticed(fast_folder):
     assert drive("broken", fast_folder)["noticed"]
 
 
+def test_readers_beside_a_writer(fast_folder):
+    counts = drive("readers", fast_folder)
+    assert min(counts.values()) > 20
+
+
 # -- full disks ------------------------------------------------------------------------------------
 
 
