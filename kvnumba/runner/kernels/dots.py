@@ -26,6 +26,9 @@ from kvnumba.runner.kernels.blocks import (
 _GROUP = 4
 """Dot products that are summed over their lanes together: 4 rows by 1 vector, or 1 row by 4."""
 
+_AHEAD = 2048
+"""Bytes between the block that is used and the one that is fetched: a few rows on."""
+
 
 if JIT:
 
@@ -143,12 +146,25 @@ def _emit_dots(builder, kind, row, n, xs):
                 total = builder.fadd(builder.extract_element(old, lane), product)
                 builder.store(builder.insert_element(old, total, lane), sums[t][0])
             continue
+        if len(xs) == 1:  # more vectors leave the processor's own prefetching time enough
+            _emit_prefetch(builder, builder.gep(place, [simd.I64(_AHEAD)]))
         for v, weights in enumerate(emit_block(builder, kind, place)):
             at = builder.add(j, simd.I64(v * LANES))
             for t, x in enumerate(xs):
                 values = simd.load(builder, KIND_F32, builder.gep(x, [at]), LANES)
                 add_product(builder, sums[t][v % n_sums], weights, values)
     return [_emit_sum(builder, s) for s in sums]
+
+
+def _emit_prefetch(builder, pointer):
+    """Emit the hint to bring the byte's cache line; one beyond the weights is no error."""
+    i32 = simd.I32
+    hint = builder.module.declare_intrinsic(
+        "llvm.prefetch",
+        [pointer.type],
+        ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32]),
+    )
+    builder.call(hint, [pointer, i32(0), i32(3), i32(1)])  # read, first level, data
 
 
 def _emit_sum(builder, slots):
