@@ -48,18 +48,18 @@ def mark_bytes(seq: int) -> bytes:
     return _MARK.pack(seq, ~seq & (1 << 64) - 1)
 
 
-def read_mark(folder: Path) -> int | None:
-    """Return the commit before which nothing may be opened; None if there is no such file.
+def read_mark(folder: Path) -> int:
+    """Return the commit before which nothing may be opened.
 
     Raises
     ------
     DamagedError
-        If the file was cut.
+        If the file is missing or was cut.
     """
     try:
         data = _read_file(folder / MARK)
     except SessionNotFoundError:
-        return None
+        raise DamagedError(f"{folder / MARK} is missing") from None
     if len(data) != _MARK.size:
         raise DamagedError(f"{folder / MARK} was cut")
     seq, complement = _MARK.unpack(data)
@@ -127,21 +127,18 @@ def load(folder: Path) -> Loaded:
         If no state can be opened that is surely whole.
     """
     for _ in range(_TRIES):
-        # The mark comes first: what a writer commits from now on can only make a state newer.
+        if not generations(names_in(folder), "base"):
+            break
+        # The mark comes before the list of files that are read: what a writer commits from here
+        # on can only make their state newer.
         mark = read_mark(folder)
         names = names_in(folder)
         bases = generations(names, "base")
-        if not bases:
-            break
-        if mark is None:
-            if MARK in names:
-                continue
-            raise DamagedError(f"{folder / MARK} is missing")
         try:
             return _load(folder, names, bases, mark)
         except SessionNotFoundError:
             continue
-    for g in generations(names, "journal"):
+    for g in generations(names_in(folder), "journal"):
         if g == 0 and not _read_file(Journal.path_of(folder, g)).strip(b"\0"):
             continue  # a session whose making was interrupted
         raise DamagedError(f"{folder} has lost its checkpoint")

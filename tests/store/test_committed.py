@@ -122,6 +122,16 @@ def test_positions_do_not_run_over_the_end():
     assert there.cells.pos[:3].tolist() == [MAX_POS - 1, MAX_POS, 0]
 
 
+def test_shifts_may_differ_inside_a_run_of_positions():
+    cells, there = Cells(64, 1), Committed(64, 1)
+    cells.pos[:4], cells.token[:4], cells.shift[:4] = range(4), 1, [0, 0, 5, -5]
+    cells.seq[0, 0] = 15
+    cells.rebuild()
+    there.apply(there.changes(cells, {}, 0, []))
+    there.settle()
+    assert same(there.cells, cells)
+
+
 def test_growing_keeps_the_state():
     cells, small = random_cells(np.random.default_rng(3)), Committed(N_CELLS, N_SEQ)
     small.apply(small.changes(cells, {"a": b"b"}, 7, [b"x" * 16]))
