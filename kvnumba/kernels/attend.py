@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numba
 import numpy as np
 
@@ -105,8 +107,8 @@ def _decode(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
     lists = scratch.get("lists", (n_threads, 3, tile), np.int32)
     qs = scratch.get("queries", (q.size,))
     attend_decode.attend_decode_kernel(
-        work, lists, qs, q, k, v, work.view(np.uint16), cells, cell_pos, q_pos, *options, n_parts,
-        out,
+        _address(attend_decode), work, lists, qs, q, k, v, work.view(np.uint16), cells, cell_pos,
+        q_pos, *options, n_parts, out,
     )  # fmt: skip
 
 
@@ -120,5 +122,22 @@ def _prefill(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
     work = scratch.get("panels", (n_threads, size))
     row_pos = scratch.get("row_pos", (n_threads, n_panels * PANEL), np.int32)
     attend_prefill.attend_prefill_kernel(
-        work, row_pos, q, k, v, cells, cell_pos, q_pos, *options, n_panels, out
+        _address(attend_prefill),
+        work,
+        row_pos,
+        q,
+        k,
+        v,
+        cells,
+        cell_pos,
+        q_pos,
+        *options,
+        n_panels,
+        out,
     )
+
+
+@functools.cache
+def _address(module):
+    """Return the address of a module's work on one part, compiled on first use."""
+    return module.part_address()

@@ -13,9 +13,10 @@ and query head ``h * n_group + g``.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
+from numba import prange, types
 
 from kvnumba.kernels.half import KIND_F32
+from kvnumba.kernels.indirect import address_of, make_call
 from kvnumba.kernels.jit import njit
 from kvnumba.kernels.loops import MAX_ROWS
 from kvnumba.kernels.micro_rows import dots, gather, mix, prefetch
@@ -37,15 +38,31 @@ def work_size(tile, n_head_kv, n_rows, dv, v_trans):
     return rows * (tile + 2 + dv) + (tile * n_head_kv * dv if v_trans else 0)
 
 
+_F32, _I32, _ITEMS = types.float32[::1], types.int32[::1], types.uint16[:, ::1]
+_PART_TYPES = (
+    types.float32[:, ::1], types.int32[:, :, ::1], _F32, _ITEMS, _ITEMS, _ITEMS, _I32, _I32, _I32,
+    types.UniTuple(types.int64, 6), types.boolean, types.int64, types.float64, types.int64,
+    types.int64,
+)  # fmt: skip
+_call_part = make_call(_PART_TYPES)
+
+
+def part_address():
+    """Return the address of the work on one part, which the kernel below is given."""
+    return address_of(_attend_part, _PART_TYPES)
+
+
 @njit(parallel=True)
 def attend_decode_kernel(
-    work, lists, qs, q, k, v, work_items, cells, cell_pos, q_pos,
+    part_function, work, lists, qs, q, k, v, work_items, cells, cell_pos, q_pos,
     kind_k, kind_v, n_head_kv, v_trans, window, scale, soft_cap, n_parts, out,
 ):  # fmt: skip
     """Attend from ``q[n_q, n_head, dk]`` to the listed cells; for small `n_q`.
 
     Parameters
     ----------
+    part_function : int
+        What `part_address` returned.
     work : ndarray of float32, shape (at least n_parts, at least `work_size`)
         Scratch.
     lists : ndarray of int32, shape (at least n_parts, 3, tile)
@@ -66,13 +83,12 @@ def attend_decode_kernel(
     n_q, n_head, dk = q.shape
     dims = (kind_k, kind_v, n_head_kv, n_q * (n_head // n_head_kv), dk, out.shape[2])
     _pack_queries(qs, q, n_head_kv, scale, soft_cap)
-    per = (cells.shape[0] + n_parts - 1) // n_parts
     for part in prange(n_parts):
-        start, stop = part * per, min(cells.shape[0], part * per + per)
-        _attend_part(
-            work[part], lists[part], qs, k, v, work_items, cells[start:stop],
-            cell_pos[start:stop], q_pos, dims, part * work.shape[1], v_trans, window, soft_cap,
+        arguments = (
+            work, lists, qs, k, v, work_items, cells, cell_pos, q_pos, dims, v_trans, window,
+            soft_cap, n_parts, np.int64(part),
         )  # fmt: skip
+        _call_part(part_function, arguments)
     _merge_parts(work, lists.shape[2], dims, n_parts, out)
 
 
@@ -106,9 +122,13 @@ def _split_work(work, tile, dims):
 
 @njit()
 def _attend_part(
-    work, lists, qs, k, v, work_items, cells, cell_pos, q_pos, dims, work_start, v_trans, window,
-    soft_cap,
+    all_work, all_lists, qs, k, v, work_items, all_cells, all_pos, q_pos, dims, v_trans, window,
+    soft_cap, n_parts, part,
 ):  # fmt: skip
+    """Sum over the cells of one part into its working memory."""
+    per = (all_cells.shape[0] + n_parts - 1) // n_parts
+    cells, cell_pos = all_cells[part * per :][:per], all_pos[part * per :][:per]
+    work, lists, work_start = all_work[part], all_lists[part], part * all_work.shape[1]
     tile = lists.shape[1]
     s, m, total, acc = _split_work(work, tile, dims)
     m[:] = NO_MAXIMUM

@@ -8,9 +8,10 @@ panels of rows are masked only where a tile is seen in part.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
+from numba import prange, types
 
 from kvnumba.kernels.half import KIND_F32
+from kvnumba.kernels.indirect import address_of, make_call
 from kvnumba.kernels.jit import njit
 from kvnumba.kernels.micro_panels import (
     CELLS,
@@ -33,15 +34,31 @@ def work_size(n_panels, dk, dv):
     return n_panels * PANEL * (dk + width + 3) + TILE * (PANEL + dk + width)
 
 
+_PART_TYPES = (
+    types.float32[:, ::1], types.int32[:, ::1], types.float32[:, :, ::1], types.uint16[:, ::1],
+    types.uint16[:, ::1], types.int32[::1], types.int32[::1], types.int32[::1],
+    types.UniTuple(types.int64, 6), types.boolean, types.int64, types.float64, types.float64,
+    types.float32[:, :, ::1], types.int64,
+)  # fmt: skip
+_call_part = make_call(_PART_TYPES)
+
+
+def part_address():
+    """Return the address of one thread's work, which the kernel below is given."""
+    return address_of(_attend_part, _PART_TYPES)
+
+
 @njit(parallel=True)
 def attend_prefill_kernel(
-    work, row_pos, q, k, v, cells, cell_pos, q_pos,
+    part_function, work, row_pos, q, k, v, cells, cell_pos, q_pos,
     kind_k, kind_v, n_head_kv, v_trans, window, scale, soft_cap, n_panels, out,
 ):  # fmt: skip
     """Attend from ``q[n_q, n_head, dk]`` to the listed cells; for large `n_q`.
 
     Parameters
     ----------
+    part_function : int
+        What `part_address` returned.
     work : ndarray of float32, shape (n_threads, at least `work_size`)
         Scratch; one thread works on each row.
     row_pos : ndarray of int32, shape (n_threads, n_panels * PANEL)
@@ -55,20 +72,34 @@ def attend_prefill_kernel(
     n_panels : int
         Panels of query rows that share one conversion of K and V.
     """
+    dims = (kind_k, kind_v, n_head_kv, q.shape[2], out.shape[2], n_panels)
+    for part in prange(work.shape[0]):
+        arguments = (
+            work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, v_trans, window, scale, soft_cap,
+            out, np.int64(part),
+        )  # fmt: skip
+        _call_part(part_function, arguments)
+
+
+@njit()
+def _attend_part(
+    work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, v_trans, window, scale, soft_cap, out,
+    part,
+):  # fmt: skip
+    """Do every n-th block of rows of every head, n the number of threads.
+
+    Later blocks see more cells: dealt out in turn, the threads finish together.
+    """
+    n_head_kv, n_block = dims[2], dims[5] * PANEL
     n_rows = q.shape[0] * (q.shape[1] // n_head_kv)
-    n_block = n_panels * PANEL
     n_items = n_head_kv * ((n_rows + n_block - 1) // n_block)
-    dims = (kind_k, kind_v, n_head_kv, q.shape[2], out.shape[2])
-    n_parts = work.shape[0]
-    for part in prange(n_parts):
-        # Later blocks see more cells: dealt out in turn, the threads finish together.
-        for item in range(part, n_items, n_parts):
-            h, first = item % n_head_kv, item // n_head_kv * n_block
-            last = min(n_rows, first + n_block)
-            _attend_block(
-                work[part], row_pos[part], q, k, v, cells, cell_pos, q_pos, dims, h, first, last,
-                v_trans, window, scale, soft_cap, out,
-            )  # fmt: skip
+    for item in range(part, n_items, work.shape[0]):
+        first = item // n_head_kv * n_block
+        last = min(n_rows, first + n_block)
+        _attend_block(
+            work[part], row_pos[part], q, k, v, cells, cell_pos, q_pos, dims, item % n_head_kv,
+            first, last, v_trans, window, scale, soft_cap, out,
+        )  # fmt: skip
 
 
 @njit()
@@ -91,7 +122,7 @@ def _attend_block(
     work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, h, first, last, v_trans, window, scale,
     soft_cap, out,
 ):  # fmt: skip
-    _, _, _, dk, dv = dims
+    dk, dv = dims[3], dims[4]
     width = (dv + COLUMNS - 1) // COLUMNS * COLUMNS
     n_block = (last - first + PANEL - 1) // PANEL * PANEL
     panels, acc, m, total, factors, s, k_tile, v_tile = _split_work(work, n_block, dk, width)
@@ -164,7 +195,7 @@ def _sight(pos, row_pos, window):
 @njit()
 def _widen_tile(k_tile, v_tile, k, v, cells, dims, h, v_trans):
     """Convert one head's K rows to ``[cells][dk]`` and V rows to column groups, in float32."""
-    kind_k, kind_v, n_head_kv, dk, dv = dims
+    kind_k, kind_v, n_head_kv, dk, dv, _ = dims
     n = cells.shape[0]
     for i in range(n):
         widen(kind_k, k, (np.int64(cells[i]) * n_head_kv + h) * dk, dk, k_tile, i * dk)

@@ -185,3 +185,11 @@ def test_scratch_is_kept_between_calls():
     held = scratch.n_bytes
     np.testing.assert_array_equal(case.run(scratch=scratch), first)
     assert scratch.n_bytes == held > 0
+
+
+@pytest.mark.parametrize("n_q", [1, 9])
+def test_read_only_storage(n_q):
+    case = Case(70 if JIT else 15, n_q, (6, 2, 16, 16))
+    for array in (case.k, case.v, case.cells, case.pos, case.q_pos, case.q):
+        array.flags.writeable = False
+    case.check()
