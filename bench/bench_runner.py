@@ -22,7 +22,7 @@ import numpy as np
 from kvnumba.batch import Batch
 from kvnumba.kernels.jit import njit
 from kvnumba.runner.gguf_file import GGUFFile
-from kvnumba.runner.linear import Linear, Multiplier
+from kvnumba.runner.linear import Group, Multiplier
 from kvnumba.runner.llama import LlamaModel
 from kvnumba.runner.loading import default_model_path
 from kvnumba.runner.ops import rms_norm, rope_tables, rotate, swiglu
@@ -71,29 +71,25 @@ def cpu_ticks() -> int:
     return sum(map(int, fields)) - int(fields[3]) - int(fields[4])
 
 
-def matrices(model: LlamaModel) -> list[tuple[Linear, ...]]:
+def groups_of(model: LlamaModel) -> list[Group]:
     """Return the matrices of all layers, those with a common input together."""
-    groups = []
-    for layer in model._layers:
-        groups += [layer.qkv, (layer.attn_output,), layer.gate_up, (layer.ffn_down,)]
-    return groups
+    return [g for la in model._layers for g in (la.qkv, la.attn_output, la.gate_up, la.ffn_down)]
 
 
-def bytes_of(groups: list[tuple[Linear, ...]]) -> int:
+def bytes_of(groups: list[Group]) -> int:
     """Return the bytes of weights."""
-    return sum(m.rows.data.nbytes for group in groups for m in group)
+    return sum(w.nbytes for group in groups for w in group.weights)
 
 
-def product_call(groups: list[tuple[Linear, ...]], n: int, n_threads: int) -> Callable[[], None]:
+def product_call(groups: list[Group], n: int, n_threads: int) -> Callable[[], None]:
     """Return a function that multiplies `n` tokens with all the matrices."""
     rng, multiply = np.random.default_rng(0), Multiplier(n_threads)
-    inputs = {m.n_in for group in groups for m in group}
-    xs = {k: rng.standard_normal((n, k)).astype(np.float32) for k in inputs}
-    outs = [[np.empty((n, m.n_out), np.float32) for m in group] for group in groups]
+    xs = {k: rng.standard_normal((n, k)).astype(np.float32) for k in {g.n_in for g in groups}}
+    outs = [tuple(np.empty((n, m), np.float32) for m in g.n_outs) for g in groups]
 
     def call() -> None:
         for group, out in zip(groups, outs, strict=True):
-            multiply(xs[group[0].n_in], group, out)
+            multiply(xs[group.n_in], group, out)
 
     call()
     return call
@@ -122,11 +118,11 @@ def glue_call(model: LlamaModel, n: int, n_threads: int) -> Callable[[], None]:
 
 def check_products(model: LlamaModel, n: int, n_threads: int) -> float:
     """Return the largest error of a product against float64, relative to the largest result."""
-    layer, worst = model._layers[0], 0.0
-    for m in (*layer.qkv, layer.attn_output, *layer.gate_up, layer.ffn_down):
+    worst = 0.0
+    for m in [m for group in groups_of(model)[:4] for m in group.linears]:
         x = np.random.default_rng(1).standard_normal((n, m.n_in)).astype(np.float32)
         out = np.empty((n, m.n_out), np.float32)
-        Multiplier(n_threads)(x, [m], [out])
+        Multiplier(n_threads)(x, Group(m), (out,))
         want = x.astype(np.float64) @ decode(m.rows).astype(np.float64).T
         worst = max(worst, float(np.abs(out - want).max() / np.abs(want).max()))
     return worst
@@ -135,7 +131,7 @@ def check_products(model: LlamaModel, n: int, n_threads: int) -> float:
 def bench_decode(model: LlamaModel, n_runs: int) -> dict[str, float]:
     """Time the parts of one token."""
     n_threads = numba.get_num_threads()
-    groups, head = matrices(model), [(model._head,)]
+    groups, head = groups_of(model), [model._head]
     n_bytes, n_head_bytes = bytes_of(groups), bytes_of(head)
     words = np.ones((n_bytes + n_head_bytes) // 8, np.uint64)
     sums = np.empty(n_threads, np.uint64)
@@ -163,8 +159,8 @@ def bench_decode(model: LlamaModel, n_runs: int) -> dict[str, float]:
 def bench_prefill(model: LlamaModel, n: int, n_runs: int) -> dict[str, float]:
     """Time the parts of a batch of `n` tokens."""
     n_threads = numba.get_num_threads()
-    groups, p = matrices(model), model.params
-    n_flop = 2 * n * sum(m.n_in * m.n_out for group in groups for m in group)
+    groups, p = groups_of(model), model.params
+    n_flop = 2 * n * sum(group.n_weights for group in groups)
     a = np.ones((n, p.n_embd), np.float32)
     b = np.ones((p.n_ff, p.n_embd), np.float32)
     c = np.empty((n, p.n_ff), np.float32)

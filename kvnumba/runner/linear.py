@@ -6,8 +6,6 @@ decoded into the cache for all of them (see `kvnumba.runner.kernels.panels`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvnumba.errors import ShapeError
@@ -28,7 +26,7 @@ MIN_WORK = 1 << 17
 BLOCK_BYTES = 192 * 1024
 """Decoded weights of a block: they share a second-level cache of 512 KiB with the panels."""
 _SHARED = 3
-_NONE = Rows(0, (0, 0), 0, np.frombuffer(b"", np.uint8))
+_NO_OUT = np.empty((1, 0), np.float32)
 
 
 class Linear:
@@ -47,6 +45,34 @@ class Linear:
         self.n_out, self.n_in = rows.shape
 
 
+_NONE = Linear(Rows(0, (0, 0), 0, np.empty(0, np.uint8)))
+
+
+class Group:
+    """One to three matrices with a common input, and their parts as kernels take them.
+
+    Attributes
+    ----------
+    linears : tuple of Linear
+    n_in : int
+    n_outs : tuple of int
+    """
+
+    def __init__(self, *linears: Linear):
+        if not 1 <= len(linears) <= _SHARED or len({m.n_in for m in linears}) > 1:
+            shapes = [m.rows.shape for m in linears]
+            raise ShapeError(f"matrices {shapes}; 1 to {_SHARED} with rows of one length wanted")
+        self.linears = linears
+        self.n_in = linears[0].n_in
+        self.n_outs = tuple(m.n_out for m in linears)
+        self.n_weights = self.n_in * sum(self.n_outs)
+        rows = [m.rows for m in (*linears, *[_NONE] * (_SHARED - len(linears)))]
+        self.weights = tuple([r.data for r in rows])
+        self.kinds = tuple([r.kind for r in rows])
+        self.sizes = tuple([r.row_bytes for r in rows])
+        self.no_outs = (_NO_OUT,) * (_SHARED - len(linears))
+
+
 class Multiplier:
     """Multiplies; holds the working memory and knows how many threads there are.
 
@@ -61,39 +87,36 @@ class Multiplier:
         self.n_threads = n_threads
         self._panels = self._work = np.empty(0, np.float32)
 
-    def __call__(
-        self, x: np.ndarray, linears: Sequence[Linear], outs: Sequence[np.ndarray]
-    ) -> None:
-        """Multiply `x` with up to three matrices.
+    def __call__(self, x: np.ndarray, group: Group, outs: tuple[np.ndarray, ...]) -> None:
+        """Multiply `x` with the matrices of a group.
 
         Parameters
         ----------
         x : ndarray of float32, shape (n, n_in), C order
-        linears : sequence of Linear
-        outs : sequence of ndarray of float32, shapes (n, n_out), C order
+        group : Group
+        outs : tuple of ndarray of float32, shapes (n, n_out), C order
             Results.
-        """
-        _check(x, linears, outs)
-        if x.shape[0] <= MAX_NARROW:
-            self._narrow(x, linears, outs)
-        else:
-            self._pack(x)
-            for linear, out in zip(linears, outs, strict=True):
-                self._wide(linear.rows, out)
 
-    def _narrow(self, x: np.ndarray, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
-        unused = _SHARED - len(linears)
-        n_out = sum(linear.n_out for linear in linears)
-        n_parts = max(1, min(self.n_threads, x.size * n_out // MIN_WORK))
-        rows = [linear.rows for linear in linears] + [_NONE] * unused
-        project_kernel(
-            (*outs, *[np.empty((len(x), 0), np.float32)] * unused),
-            x,
-            tuple([r.data for r in rows]),
-            tuple([r.kind for r in rows]),
-            tuple([r.row_bytes for r in rows]),
-            n_parts,
-        )
+        Raises
+        ------
+        ShapeError
+            If a shape is another one. Types and order are the caller's promise: this is called a
+            hundred times per token.
+        """
+        n, n_in = x.shape
+        if n_in != group.n_in or [out.shape for out in outs] != [(n, m) for m in group.n_outs]:
+            raise ShapeError(
+                f"x is {x.shape}, out {[out.shape for out in outs]}; {(n, group.n_in)} and "
+                f"{[(n, m) for m in group.n_outs]} wanted"
+            )
+        if n <= MAX_NARROW:
+            n_parts = max(1, min(self.n_threads, n * group.n_weights // MIN_WORK))
+            outs = (*outs, *group.no_outs)
+            project_kernel(outs, x, group.weights, group.kinds, group.sizes, n_parts)
+            return
+        self._pack(x)
+        for linear, out in zip(group.linears, outs, strict=True):
+            self._wide(linear.rows, out)
 
     def _pack(self, x: np.ndarray) -> None:
         n, n_in = x.shape
@@ -113,17 +136,3 @@ class Multiplier:
         multiply_panels_kernel(
             out, work, self._panels, rows.data, rows.kind, rows.row_bytes, n_in, n_block, n_parts
         )
-
-
-def _check(x: np.ndarray, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
-    if not 1 <= len(linears) <= _SHARED or len(linears) != len(outs):
-        raise ShapeError(f"{len(linears)} matrices and {len(outs)} results; 1 to {_SHARED} wanted")
-    for linear, out in zip(linears, outs, strict=True):
-        if x.ndim != 2 or out.shape != (x.shape[0], linear.n_out) or x.shape[1] != linear.n_in:
-            raise ShapeError(
-                f"x is {x.shape}, the weights are {linear.rows.shape}, out is {out.shape}; "
-                "(n, n_in), (n_out, n_in) and (n, n_out) wanted"
-            )
-        for array in (x, out):
-            if array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ShapeError("x and out must be float32 in C order")

@@ -11,8 +11,8 @@ import numpy as np
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, ModelFileError, ShapeError
 from kvnumba.runner.gguf_file import GGUFFile
-from kvnumba.runner.linear import Linear, Multiplier
-from kvnumba.runner.llama_params import cache_config_of, read_params
+from kvnumba.runner.linear import Group, Linear, Multiplier
+from kvnumba.runner.llama_params import LlamaParams, cache_config_of, read_params
 from kvnumba.runner.ops import rms_norm, rope_tables, rotate, swiglu
 from kvnumba.runner.quants import decode, pick, read_rows
 
@@ -34,11 +34,51 @@ class StepLike(Protocol):
 
 class _Layer(NamedTuple):
     attn_norm: np.ndarray
-    qkv: tuple[Linear, Linear, Linear]
-    attn_output: Linear
+    qkv: Group
+    attn_output: Group
     ffn_norm: np.ndarray
-    gate_up: tuple[Linear, Linear]
-    ffn_down: Linear
+    gate_up: Group
+    ffn_down: Group
+
+
+class _Activations(NamedTuple):
+    """Working memory of a batch: one row per token."""
+
+    x: np.ndarray
+    h: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mixed: np.ndarray
+    out: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    q_heads: np.ndarray
+    mixed_heads: np.ndarray
+
+    @classmethod
+    def of(cls, memory: dict[str, np.ndarray], n: int, p: LlamaParams) -> _Activations:
+        """Take rows out of `memory`, which grows when it has too few."""
+        widths = {
+            "x": p.n_embd,
+            "h": p.n_embd,
+            "q": p.n_head * p.head_dim,
+            "k": p.n_head_kv * p.head_dim,
+            "v": p.n_head_kv * p.head_dim_v,
+            "mixed": p.n_head * p.head_dim_v,
+            "out": p.n_embd,
+            "gate": p.n_ff,
+            "up": p.n_ff,
+        }
+        for name, width in widths.items():
+            if name not in memory or len(memory[name]) < n:
+                memory[name] = np.empty((n, width), np.float32)
+        arrays = {name: memory[name][:n] for name in widths}
+        return cls(
+            **arrays,
+            q_heads=arrays["q"].reshape(n, p.n_head, p.head_dim),
+            mixed_heads=arrays["mixed"].reshape(n, p.n_head, p.head_dim_v),
+        )
 
 
 class LlamaModel:
@@ -73,14 +113,16 @@ class LlamaModel:
         self._embedding = take.matrix(_EMBEDDING, self.n_vocab, p.n_embd)
         self._layers = [_read_layer(take, f"blk.{il}.", p) for il in range(p.n_layer)]
         self._output_norm = take.vector("output_norm.weight", p.n_embd)
-        self._head = self._embedding
+        head = self._embedding
         if _HEAD in file.tensors:
-            self._head = take.matrix(_HEAD, self.n_vocab, p.n_embd)
+            head = take.matrix(_HEAD, self.n_vocab, p.n_embd)
+        self._head = Group(head)
         take.expect_all_used()
         self.n_layer, self.n_ctx_train = p.n_layer, p.n_ctx_train
         self.n_rows_computed = 0
         self._multiply = Multiplier(1)
-        self._buffers: dict[str, np.ndarray] = {}
+        self._memory: dict[str, np.ndarray] = {}
+        self._last: _Activations | None = None
 
     def config(self, n_ctx: int | None = None, **options: Any) -> CacheConfig:
         """Return the configuration of a cache for this model; see `LlamaParams.cache_config`."""
@@ -114,62 +156,53 @@ class LlamaModel:
         """
         rows = self._checked(tokens, pos, rows)
         self._multiply.n_threads = n_threads = numba.get_num_threads()
-        n, p = len(tokens), self.params
-        x, h = self._buffer("x", n, p.n_embd), self._buffer("h", n, p.n_embd)
+        p, a = self.params, self._activations(len(tokens))
         more = None
-        pick(self._embedding.rows, np.ascontiguousarray(tokens, np.int32), x)
+        pick(self._embedding.rows, np.ascontiguousarray(tokens, np.int32), a.x)
         tables = rope_tables(p.rope, pos)
-        self.n_rows_computed += n
+        self.n_rows_computed += len(tokens)
         for il, layer in enumerate(self._layers):
-            rms_norm(x, layer.attn_norm, p.eps, h, n_threads, more)
-            more = self._attention(il, layer, h, tables, step)
-            rms_norm(x, layer.ffn_norm, p.eps, h, n_threads, more)
-            more = self._feed_forward(layer, h)
-        return self._logits(x, more, rows)
+            rms_norm(a.x, layer.attn_norm, p.eps, a.h, n_threads, more)
+            self._attention(il, layer, a, tables, step)
+            rms_norm(a.x, layer.ffn_norm, p.eps, a.h, n_threads, a.out)
+            self._feed_forward(layer, a)
+            more = a.out
+        return self._logits(a, rows)
 
     def _attention(
-        self, il: int, layer: _Layer, h: np.ndarray, tables: tuple[np.ndarray, np.ndarray],
+        self,
+        il: int,
+        layer: _Layer,
+        a: _Activations,
+        tables: tuple[np.ndarray, np.ndarray],
         step: StepLike,
-    ) -> np.ndarray:  # fmt: skip
-        n, p = len(h), self.params
-        q = self._buffer("q", n, p.n_head * p.head_dim)
-        k = self._buffer("k", n, p.n_head_kv * p.head_dim)
-        v = self._buffer("v", n, p.n_head_kv * p.head_dim_v)
-        self._multiply(h, layer.qkv, (q, k, v))
-        rotate(q, k, tables, p.head_dim, p.rope.pairing == "neox", self._multiply.n_threads)
-        step.write(il, k, v)
-        mixed = self._buffer("mixed", n, p.n_head * p.head_dim_v)
-        step.attend(
-            il, q.reshape(n, p.n_head, p.head_dim), mixed.reshape(n, p.n_head, p.head_dim_v)
-        )
-        out = self._buffer("out", n, p.n_embd)
-        self._multiply(mixed, (layer.attn_output,), (out,))
-        return out
+    ) -> None:
+        p, multiply = self.params, self._multiply
+        multiply(a.h, layer.qkv, (a.q, a.k, a.v))
+        rotate(a.q, a.k, tables, p.head_dim, p.rope.pairing == "neox", multiply.n_threads)
+        step.write(il, a.k, a.v)
+        step.attend(il, a.q_heads, a.mixed_heads)
+        multiply(a.mixed, layer.attn_output, (a.out,))
 
-    def _feed_forward(self, layer: _Layer, h: np.ndarray) -> np.ndarray:
-        n, p = len(h), self.params
-        gate, up = self._buffer("gate", n, p.n_ff), self._buffer("up", n, p.n_ff)
-        self._multiply(h, layer.gate_up, (gate, up))
-        swiglu(gate, up, self._multiply.n_threads)
-        out = self._buffer("out", n, p.n_embd)
-        self._multiply(gate, (layer.ffn_down,), (out,))
-        return out
+    def _feed_forward(self, layer: _Layer, a: _Activations) -> None:
+        self._multiply(a.h, layer.gate_up, (a.gate, a.up))
+        swiglu(a.gate, a.up, self._multiply.n_threads)
+        self._multiply(a.gate, layer.ffn_down, (a.out,))
 
-    def _logits(self, x: np.ndarray, more: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    def _logits(self, a: _Activations, rows: np.ndarray) -> np.ndarray:
         logits = np.empty((len(rows), self.n_vocab), np.float32)
         if len(rows):
-            last = x[rows] if more is None else x[rows] + more[rows]
+            last = a.x[rows] + a.out[rows]
             normed = np.empty_like(last)
             rms_norm(last, self._output_norm, self.params.eps, normed)
-            self._multiply(normed, (self._head,), (logits,))
+            self._multiply(normed, self._head, (logits,))
         return logits
 
-    def _buffer(self, name: str, n: int, width: int) -> np.ndarray:
-        """Return working memory of `n` rows; it is kept, because fresh pages are slow to touch."""
-        array = self._buffers.get(name)
-        if array is None or len(array) < n:
-            array = self._buffers[name] = np.empty((n, width), np.float32)
-        return array[:n]
+    def _activations(self, n: int) -> _Activations:
+        """Return working memory for `n` tokens; it is kept, because fresh pages are slow."""
+        if self._last is None or len(self._last.x) != n:
+            self._last = _Activations.of(self._memory, n, self.params)
+        return self._last
 
     def _checked(
         self, tokens: np.ndarray, pos: np.ndarray, rows: Sequence[int] | np.ndarray | None
@@ -227,7 +260,7 @@ class _Tensors:
             )
 
 
-def _read_layer(take: _Tensors, prefix: str, p: Any) -> _Layer:
+def _read_layer(take: _Tensors, prefix: str, p: LlamaParams) -> _Layer:
     n_q, n_k, n_v = p.n_head * p.head_dim, p.n_head_kv * p.head_dim, p.n_head_kv * p.head_dim_v
 
     def matrix(name: str, n_out: int, n_in: int) -> Linear:
@@ -235,13 +268,13 @@ def _read_layer(take: _Tensors, prefix: str, p: Any) -> _Layer:
 
     return _Layer(
         attn_norm=take.vector(f"{prefix}attn_norm.weight", p.n_embd),
-        qkv=(
+        qkv=Group(
             matrix("attn_q", n_q, p.n_embd),
             matrix("attn_k", n_k, p.n_embd),
             matrix("attn_v", n_v, p.n_embd),
         ),
-        attn_output=matrix("attn_output", p.n_embd, p.n_head * p.head_dim_v),
+        attn_output=Group(matrix("attn_output", p.n_embd, p.n_head * p.head_dim_v)),
         ffn_norm=take.vector(f"{prefix}ffn_norm.weight", p.n_embd),
-        gate_up=(matrix("ffn_gate", p.n_ff, p.n_embd), matrix("ffn_up", p.n_ff, p.n_embd)),
-        ffn_down=matrix("ffn_down", p.n_embd, p.n_ff),
+        gate_up=Group(matrix("ffn_gate", p.n_ff, p.n_embd), matrix("ffn_up", p.n_ff, p.n_embd)),
+        ffn_down=Group(matrix("ffn_down", p.n_embd, p.n_ff)),
     )
