@@ -152,10 +152,14 @@ class UnifiedMachine(RuleBasedStateMachine):
         s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
         self.judged.call("seq_cp", s, other, *self.draw_range(data, s))
 
-    @rule(data=st.data())
-    def seq_cp_to_any(self, data):
-        s, other = data.draw(strategies.seq_ids(self.n_seq_max)), self.draw_id(data)
-        self.judged.call("seq_cp", s, other, *self.draw_range(data, s))
+    @rule(data=st.data(), into_range=st.booleans())
+    def fork_and_shift(self, data, into_range):
+        """Share cells, then move one of the sharers: twice in a row with a shift still pending."""
+        s, other = self.draw_id(data), self.draw_id(data)
+        p = self.draw_range(data, s)
+        self.judged.call("seq_cp", s, other, *p)
+        delta = data.draw(strategies.deltas_around(self.positions_of(s)), label="delta")
+        self.judged.call("seq_add", s, *(p if into_range else (0, -1)), delta)
 
     @rule(data=st.data())
     def seq_add(self, data):
