@@ -16,6 +16,7 @@ PAIRINGS = ("normal", "neox", "none")
 PLACEMENTS = ("scatter", "ring")
 SHARED_RULES = ("move", "refuse", "copy")
 MAX_SEQ = 1 << 16
+MAX_LAYER = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ class CacheConfig:
             raise ConfigError(f"n_ctx + n_spare = {self.n_cells} is beyond 2**31 - 65 cells")
         if self.n_seq_max > MAX_SEQ:
             raise ConfigError(f"n_seq_max {self.n_seq_max} is beyond {MAX_SEQ}")
+        if self.n_layer > MAX_LAYER:
+            raise ConfigError(f"n_layer {self.n_layer} is beyond {MAX_LAYER}")
         put = object.__setattr__
         put(self, "n_head_kv", _per_layer(self.n_head_kv, self.n_layer, "n_head_kv"))
         put(self, "head_dim", _per_layer(self.head_dim, self.n_layer, "head_dim"))

@@ -71,7 +71,7 @@ def test_imports_point_down(module):
 
 @pytest.mark.parametrize("module", sorted((PACKAGE / "kernels").glob("*.py")), ids=lambda m: m.name)
 def test_kernels_import_only_numpy_and_numba(module):
-    allowed = {"__future__", "numpy", "numba", "llvmlite", "collections", "typing", "os", "math"}
+    allowed = {"numpy", "numba", "llvmlite", *sys.stdlib_module_names}
     for name in _imports(ast.parse(module.read_text())):
         assert name.split(".")[0] in allowed or name.startswith("kvnumba.kernels"), name
 
