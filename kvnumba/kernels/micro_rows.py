@@ -174,14 +174,16 @@ def _emit_dots(builder, kind, k_rows, n, q_rows, s_rows):
     sums = zeros(builder, 4 * len(q_rows), LANES)
     rest = zeros(builder, len(q_rows), 4)
     for d, lanes in vectors_then_rest(builder, n, (LANES, 0)):
-        values = [simd.load(builder, kind, builder.gep(row, [d]), lanes) for row in k_rows]
+        # The rows of q stay in registers for one cell after the other: 12 sums, 3 rows and one
+        # cell are all the registers there are.
         factors = [simd.load(builder, KIND_F32, builder.gep(row, [d]), lanes) for row in q_rows]
+        cells = (simd.load(builder, kind, builder.gep(row, [d]), lanes) for row in k_rows)
         if lanes:
-            for r, factor in enumerate(factors):
-                for c, value in enumerate(values):
-                    add_product(builder, sums[4 * r + c], factor, value)
+            for c, cell in enumerate(cells):
+                for r, factor in enumerate(factors):
+                    add_product(builder, sums[4 * r + c], factor, cell)
         else:
-            four = simd.pack_lanes(builder, values)
+            four = simd.pack_lanes(builder, list(cells))
             for r, factor in enumerate(factors):
                 add_product(builder, rest[r], simd.splat(builder, factor, 4), four)
     for r, to in enumerate(s_rows):
