@@ -86,8 +86,8 @@ class Loaded:
     end, n_records : int
         Where the good records of the checkpoint's own journal end, and how many there are.
     is_plain : bool
-        Whether checkpoint and its own journal make up the state: false when a damaged checkpoint
-        was passed over.
+        Whether the checkpoint and its own journal make up the state: false when a damaged one was
+        passed over whose journal goes on.
     names : list of str
         The files of the folder.
     """
@@ -155,7 +155,6 @@ def _load(folder: Path, names: list[str], bases: list[int], mark: int) -> Loaded
             log.warning("%s; trying the checkpoint before it", error)
             continue
         loaded = _replay(folder, names, point)
-        loaded.is_plain = loaded.is_plain and not problems
         if loaded.seq < mark:
             problems.append(
                 f"commit {loaded.seq} is the last that can be read, but its rows may have been "

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvnumba.cells import Cells
 from kvnumba.config import CacheConfig
-from kvnumba.errors import ConfigError, DiskFullError, NoSlotError, SessionError, StepError
+from kvnumba.errors import ConfigError, DiskFullError, NoSlotError, SessionError
 from kvnumba.files import File, names_in, need_linux
 from kvnumba.layers import KVLayers
 from kvnumba.packs import MappedRows, new_files
@@ -276,12 +276,7 @@ class Session:
             From another thread or a forked child.
         """
         with self.cache.guard:
-            writer, n_pending = self._writer, self.cache.n_pending
-            if n_pending:
-                raise StepError(
-                    f"{n_pending} placed tokens are pending; commit or roll back their step before "
-                    "the session"
-                )
+            writer = self._writer
             try:
                 self.cache.update()
             except (NoSlotError, DiskFullError) as error:

@@ -211,6 +211,101 @@ def test_two_generations_are_kept(tmp_path):
     assert kept == ["base.3", "base.4", "journal.3", "journal.4", "lock", "reused"]
 
 
+def test_an_interrupt_right_after_the_renaming_loses_nothing(tmp_path, monkeypatch):
+    with make_session(tmp_path / "s") as session:
+        add(session, [1])
+        session.commit()
+        real = os.rename
+
+        def interrupted(*args):
+            real(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as m:
+            m.setattr(os, "rename", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session._writer.try_checkpoint()
+        add(session, [2])
+        session.commit()
+        path = copy_session(tmp_path / "s", tmp_path / "killed")
+    with Session.open(path) as session:
+        assert session.tokens(0).tolist() == [1, 2]
+
+
+def test_a_refused_commit_changes_nothing_and_may_be_repeated(tmp_path, monkeypatch):
+    with make_session(tmp_path / "s") as session:
+        add(session, range(10))
+        session.commit()
+        session.cache.seq_rm(0, 5, -1)
+        add(session, range(20, 30))
+        before, pinned = contents(tmp_path / "s"), session.cache.pinned.copy()
+        want, n_free = picture(session), session.cache.n_free
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as m:
+            m.setattr(os, "pwrite", full)
+            with pytest.raises(DiskFullError):
+                session.commit()
+        after = contents(tmp_path / "s")
+        assert {k: v.rstrip(b"\0") for k, v in after.items()} == {
+            k: v.rstrip(b"\0") for k, v in before.items()
+        }
+        assert np.array_equal(session.cache.pinned, pinned)
+        assert (picture(session), session.cache.n_free) == (want, n_free)
+        session.commit()
+    with Session.open(tmp_path / "s") as session:
+        assert picture(session) == want
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_failed_sync_ends_the_commits(tmp_path, monkeypatch, durability):
+    with make_session(tmp_path / "s", durability) as session:
+        add(session, [1])
+        session.commit()
+        add(session, [2])
+
+        def failing(fd):
+            raise OSError(errno.EIO, "I/O error")
+
+        with monkeypatch.context() as m:
+            m.setattr(os, "fdatasync", failing)
+            if durability == "process":
+                session.commit()  # nothing is synced, so nothing fails
+                return
+            with pytest.raises(SessionError, match="I/O error"):
+                session.commit()
+        with pytest.raises(SessionError, match="open the session again"):
+            session.commit()
+        with pytest.raises(SessionError, match="open the session again"):
+            session.commit()
+    with Session.open(tmp_path / "s", durability=durability) as session:
+        assert session.tokens(0).tolist() in ([1], [1, 2])
+        add(session, [3])
+        session.commit()
+
+
+def test_freed_cells_wait_when_the_mark_cannot_be_written(tmp_path, monkeypatch):
+    with make_session(tmp_path / "s", n_ctx=16) as session:
+        add(session, range(16))
+        session.commit()
+        session.cache.seq_rm(0, 4, -1)
+        real = session._writer._mark.write
+
+        def failing(*args):
+            raise SessionError("I/O error")
+
+        with monkeypatch.context() as m:
+            m.setattr(session._writer._mark, "write", failing)
+            session.commit()
+        assert session.cache.cells.n_waiting == 12
+        assert session._writer._mark.write == real
+        session.user["next"] = b""
+        session.commit()
+        assert session.cache.cells.n_waiting == 0
+
+
 def test_n_ctx_may_grow(tmp_path):
     with make_session(tmp_path / "s", n_ctx=16) as session:
         add(session, range(16))
