@@ -27,6 +27,7 @@ from kvnumba.kernels.micro_scores import (
     soft_cap_row,
     softmax_row,
 )
+from kvnumba.kernels.sight import NOTHING, SOME, gather_seen, seen_run, sees, sight_of
 
 AHEAD = 16
 """Cells between the K row that is used and the one that is fetched from memory."""
@@ -67,15 +68,13 @@ def attend_decode_kernel(
         Scratch.
     lists : ndarray of int32, shape (at least n_parts, 3, tile)
         Scratch; its last axis sets how many cells are handled at once.
-    qs : ndarray of float32, shape (at least q.size,)
-        Scratch.
+    qs : ndarray of float32, shape (at least q.size,), scratch
     q, k, v, cells, cell_pos, q_pos, out
         As `kvnumba.kernels.attend.attend_rows` has them, `k` and `v` as uint16 items.
     work_items : ndarray of uint16
         `work` again, as items.
-    kind_k, kind_v, n_head_kv : int
+    kind_k, kind_v, n_head_kv, window : int
     v_trans : bool
-    window : int
     scale, soft_cap : float
     n_parts : int
         Into how many parts the cells are split; at most one thread works on each.
@@ -137,8 +136,11 @@ def _attend_part(
     v_tile = work_start + s.shape[0] + m.shape[0] + total.shape[0] + acc.shape[0]
     for t0 in range(0, cells.shape[0], tile):
         seen, pos, partial = cells[t0 : t0 + tile], cell_pos[t0 : t0 + tile], False
-        if not _all_visible(pos, q_pos, window):
-            n = _gather_visible(lists, seen, pos, q_pos, window)
+        sight = sight_of(pos, q_pos, window)
+        if sight == NOTHING:
+            continue
+        if sight == SOME:
+            n = gather_seen(lists, seen, pos, q_pos, window)
             seen, pos, partial = lists[0, :n], lists[1, :n], q_pos.shape[0] > 1
             if n == 0:
                 continue
@@ -155,33 +157,6 @@ def _attend_part(
             dims_v = (dims[0], np.int64(KIND_F32), dims[2], dims[3], dims[4], dims[5])
             rows_v, start_v, order = work_items, v_tile, lists[2, : seen.shape[0]]
         _mix_tile(acc, s, tile, rows_v, start_v, order, pos, q_pos, window, dims_v, partial)
-
-
-@njit()
-def _all_visible(pos, q_pos, window):
-    """Return whether every query sees every one of these cells."""
-    low, high = pos[0], pos[0]
-    for i in range(pos.shape[0]):
-        low, high = min(low, pos[i]), max(high, pos[i])
-    return high <= q_pos.min() and (window <= 0 or q_pos.max() - low < window)
-
-
-@njit()
-def _sees(q_pos, pos, window):
-    return pos <= q_pos and (window <= 0 or q_pos - pos < window)
-
-
-@njit()
-def _gather_visible(lists, cells, cell_pos, q_pos, window):
-    """List the cells that at least one query sees; return how many."""
-    n = 0
-    for i in range(cells.shape[0]):
-        for t in range(q_pos.shape[0]):
-            if _sees(q_pos[t], cell_pos[i], window):
-                lists[0, n], lists[1, n] = cells[i], cell_pos[i]
-                n += 1
-                break
-    return n
 
 
 @njit()
@@ -248,7 +223,7 @@ def _mask_scores(s, tile, pos, q_pos, window, dims):
         t = row % n_rows // n_group
         scores = s[row * tile : row * tile + pos.shape[0]]
         for i in range(pos.shape[0]):
-            if not _sees(q_pos[t], pos[i], window):
+            if not sees(q_pos[t], pos[i], window):
                 scores[i] = MASKED
 
 
@@ -293,25 +268,13 @@ def _mix_tile(acc, s, tile, v, v_start, cells, pos, q_pos, window, dims, partial
             step, start, stop = 1 if partial else _step(last - row), 0, n
             while start < n:
                 if partial:
-                    start, stop = _seen_run(pos, q_pos[row % n_rows // n_group], window, start)
+                    start, stop = seen_run(pos, q_pos[row % n_rows // n_group], window, start)
                 mix(
                     kind_v, step, v, v_start + h * dv, n_head_kv * dv, dv, cells[start:],
                     stop - start, s, row * tile + start, tile, acc, row * dv, dv,
                 )  # fmt: skip
                 start = stop
             row += step
-
-
-@njit()
-def _seen_run(pos, q_pos, window, start):
-    """Return the next run of cells that a query sees, possibly empty at the end."""
-    n = pos.shape[0]
-    while start < n and not _sees(q_pos, pos[start], window):
-        start += 1
-    stop = start
-    while stop < n and _sees(q_pos, pos[stop], window):
-        stop += 1
-    return start, stop
 
 
 @njit()

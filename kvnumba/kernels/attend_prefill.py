@@ -23,6 +23,7 @@ from kvnumba.kernels.micro_panels import (
 )
 from kvnumba.kernels.micro_rows import gather, widen
 from kvnumba.kernels.micro_scores import MASKED, NO_MAXIMUM, soft_cap_row
+from kvnumba.kernels.sight import ALL, NOTHING, SOME, sees, sight_of
 
 TILE = 128
 """Cells converted at once; a multiple of CELLS."""
@@ -133,24 +134,24 @@ def _attend_block(
     v_tile[:] = np.float32(0)  # columns beyond dv stay 0
     for t0 in range(0, cells.shape[0], TILE):
         seen, pos = cells[t0 : t0 + TILE], cell_pos[t0 : t0 + TILE]
-        sight = _sight(pos, row_pos[:n_block], window)
-        if sight == 0:
+        sight = sight_of(pos, row_pos[:n_block], window)
+        if sight == NOTHING:
             continue
         _widen_tile(k_tile, v_tile, k, v, seen, dims, h, v_trans)
-        finite = sight == 2 or np.isfinite(v_tile.sum())
+        finite = sight == ALL or np.isfinite(v_tile.sum())
         for p0 in range(0, n_block, PANEL):
             rows = row_pos[p0 : p0 + PANEL]
-            sight = _sight(pos, rows, window)
-            if sight == 0:
+            sight = sight_of(pos, rows, window)
+            if sight == NOTHING:
                 continue
             n = pos.shape[0]
             panel_scores(k_tile, 0, n, dk, panels, p0 * dk, s, 0)
             if soft_cap > 0:
                 soft_cap_row(s, 0, n * PANEL, np.float32(soft_cap * 1.4426950408889634))
-            if sight == 1:
+            if sight == SOME:
                 _mask_scores(s, pos, rows, window)
             panel_softmax(s, 0, n, m, total, factors, p0)
-            if sight == 2 or finite:
+            if sight == ALL or finite:
                 panel_mix(s, 0, n, v_tile, 0, TILE * COLUMNS, acc, p0 * width, width, factors[p0:])
             else:
                 _mix_seen(acc[p0 * width :], s, v_tile, pos, rows, window, factors[p0:], width)
@@ -174,22 +175,6 @@ def _pack_panels(panels, row_pos, q, q_pos, h, n_head_kv, first, last, scale, so
         values = q[t, head]
         for d in range(dk):
             panels[start + d * PANEL] = values[d] * used if used != 0 else np.float32(0)
-
-
-@njit()
-def _sight(pos, row_pos, window):
-    """Return 2 if every row sees every cell, 0 if none sees any (1 may mean either), else 1."""
-    low, high = pos[0], pos[0]
-    for i in range(pos.shape[0]):
-        low, high = min(low, pos[i]), max(high, pos[i])
-    first, last = row_pos[0], row_pos[0]
-    for j in range(row_pos.shape[0]):
-        first, last = min(first, row_pos[j]), max(last, row_pos[j])
-    if low > last or (window > 0 and first - high >= window):
-        return 0
-    if high <= first and (window <= 0 or last - low < window):
-        return 2
-    return 1
 
 
 @njit()
@@ -218,8 +203,7 @@ def _mask_scores(s, pos, row_pos, window):
     for i in range(pos.shape[0]):
         row = s[i * PANEL : (i + 1) * PANEL]
         for j in range(PANEL):
-            behind = row_pos[j] - pos[i]
-            row[j] = row[j] if behind >= 0 and (window <= 0 or behind < window) else MASKED
+            row[j] = row[j] if sees(row_pos[j], pos[i], window) else MASKED
 
 
 @njit()
@@ -230,8 +214,7 @@ def _mix_seen(acc, s, v_tile, pos, row_pos, window, factors, width):
         for d in range(width):
             sums[d] *= factors[j]
         for i in range(pos.shape[0]):
-            behind = row_pos[j] - pos[i]
-            if behind >= 0 and (window <= 0 or behind < window):
+            if sees(row_pos[j], pos[i], window):
                 for d in range(width):
                     value = v_tile[d // COLUMNS * TILE * COLUMNS + i * COLUMNS + d % COLUMNS]
                     sums[d] += s[i * PANEL + j] * value
