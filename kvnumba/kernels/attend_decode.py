@@ -289,12 +289,11 @@ def _merge_parts(work, tile, dims, n_parts, out):
         total = np.float32(0)
         for part in range(n_parts):
             _, m, part_total, acc = _split_work(work[part], tile, dims)
-            if part_total[row] != 0:
-                factor = power_of_two(m[row] - largest)
-                total += part_total[row] * factor
-                sums = acc[row * dv : row * dv + dv]
-                for d in range(dv):
-                    to[d] += sums[d] * factor
+            factor = power_of_two(m[row] - largest)
+            total += part_total[row] * factor
+            sums = acc[row * dv : row * dv + dv]
+            for d in range(dv):
+                to[d] += sums[d] * factor
         if total != 0:
             for d in range(dv):
                 to[d] /= total

@@ -95,6 +95,20 @@ def test_windows_and_unsorted_positions(order, window, n_q):
     Case(300 if JIT else 30, n_q, (4, 2, 16, 16), order=order).check(window=window)
 
 
+@pytest.mark.parametrize("n_q", [1, 3, 9])
+@pytest.mark.parametrize("window", range(9, 22))
+def test_window_at_the_edge_of_the_cells(window, n_q):
+    Case(20, n_q, (4, 2, 8, 8)).check(window=window)
+
+
+@pytest.mark.parametrize("n_q", [1, 9])
+def test_scores_that_grow_from_tile_to_tile(n_q):
+    case = Case(300, n_q, (2, 1, 8, 8), kinds=("f32", "f32"))
+    case.k[case.cells] = np.abs(case.k[case.cells]) * np.linspace(0.1, 3, 300)[:, None]
+    case.q = np.abs(case.q)
+    case.check(scale=1.0, atol=2e-5)
+
+
 @pytest.mark.parametrize("n_q", [1, 3, 40] if JIT else [1, 9])
 def test_soft_cap(n_q):
     case = Case(100 if JIT else 20, n_q, (4, 2, 16, 16))
@@ -110,7 +124,7 @@ def test_large_scores_do_not_overflow(n_q):
 @pytest.mark.parametrize("v_trans", [False, True])
 @pytest.mark.parametrize("n_q", [1, 2, 8, 9, 40] if JIT else [2, 9])
 def test_nan_in_masked_cells_never_shows(n_q, v_trans):
-    case = Case(200 if JIT else 20, n_q, (6, 2, 16, 16))
+    case = Case(200 if JIT else 20, n_q, (4, 2, 16, 16))
     clean = case.run(v_trans=v_trans)
     # each query's own cell is NaN: only that query and those after it may notice
     future = case.cells[case.pos > case.q_pos[0]]
@@ -122,7 +136,7 @@ def test_nan_in_masked_cells_never_shows(n_q, v_trans):
 
 @pytest.mark.parametrize("n_q", [1, 2, 9] if JIT else [2, 9])
 def test_nan_outside_the_window_never_shows(n_q):
-    case = Case(200 if JIT else 20, n_q, (6, 2, 16, 16))
+    case = Case(200 if JIT else 20, n_q, (4, 2, 16, 16))
     clean = case.run(window=5)
     old = case.cells[case.pos <= case.q_pos[0] - 5]
     case.k[old] = case.v[old] = narrow("f16", np.full(1, np.nan, np.float32))

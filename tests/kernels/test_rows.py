@@ -42,9 +42,9 @@ def test_write_then_read(kind, width, trans):
 @pytest.mark.parametrize("trans", [False, True])
 def test_copy_follows_the_order_of_the_list(kind, trans):
     dst = storage(kind, (12, 24))
-    # a chain that reads what it wrote, an overlapping run moved down, and a move onto itself
-    to = np.array([0, 5, 6, 7, 8, 0, 11], np.int32)
-    source = np.array([3, 6, 7, 8, 9, 5, 11], np.int32)
+    # a chain that reads what it wrote, an overlapping run moved down, a move onto itself, one up
+    to = np.array([0, 5, 6, 7, 8, 0, 11, 10], np.int32)
+    source = np.array([3, 6, 7, 8, 9, 5, 11, 2], np.int32)
     expected = dst.copy()
     for a, b in zip(to, source, strict=True):
         expected[a] = expected[b]
