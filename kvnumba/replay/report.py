@@ -45,9 +45,11 @@ class Report:
     n_ops_here: int = 0
 
     def compare(self, name: str, got: Any, want: Any) -> None:
-        """Compare one value, or two lists of the same meaning entry by entry."""
-        if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
-            for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        """Compare one value, or two lists: their lengths, then entry by entry."""
+        if isinstance(got, list) and isinstance(want, list):
+            if len(got) != len(want):
+                self.differ(f"{name} length", len(got), len(want))
+            for i, (g, w) in enumerate(zip(got, want, strict=False)):
                 self.compare(f"{name}[{i}]", g, w)
             return
         self.n_values += 1

@@ -17,9 +17,21 @@ from kvnumba.errors import KVCacheError, NoSlotError, StateFormatError
 from kvnumba.replay.report import Report
 from kvnumba.unified import UnifiedCache
 
+# A trace holds the state of every cell after every operation: no recording comes near this.
+MAX_CELLS = 1 << 20
+_MALFORMED = (
+    KVCacheError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    MemoryError,
+)
+
 
 def read_traces(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the traces of a file, one JSON object a line.
+    """Yield the traces of a file, one JSON object a line; blank lines at the end are allowed.
 
     Raises
     ------
@@ -28,17 +40,30 @@ def read_traces(path: str | Path) -> Iterator[dict[str, Any]]:
     """
     path = Path(path)
     opened = gzip.open if path.suffix == ".gz" else open
+    blank = 0
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
             for n, line in enumerate(lines, 1):
-                trace = json.loads(line)
-                if not isinstance(trace, dict) or not {"n_cells", "n_seq_max", "ops"} <= set(trace):
-                    raise StateFormatError(
-                        f"{path}, line {n}: no trace; n_cells, n_seq_max and ops are wanted"
-                    )
-                yield trace
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
+                if not line.strip():
+                    blank = blank or n
+                    continue
+                if blank:
+                    raise StateFormatError(f"{path}, line {blank} is blank; a trace is wanted")
+                yield _parse_trace(line, f"{path}, line {n}")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise StateFormatError(f"{path} cannot be read as traces: {error}") from None
+
+
+def _parse_trace(line: str, where: str) -> dict[str, Any]:
+    try:
+        trace = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StateFormatError(f"{where} cannot be read as JSON: {error}") from None
+    if not isinstance(trace, dict) or not {"n_cells", "n_seq_max", "ops"} <= set(trace):
+        raise StateFormatError(f"{where}: no trace; n_cells, n_seq_max and ops are wanted")
+    if not isinstance(trace["ops"], list) or not trace["ops"]:
+        raise StateFormatError(f"{where}: ops must be a list of at least one operation")
+    return trace
 
 
 def replay_traces(path: str | Path) -> Report:
@@ -54,11 +79,13 @@ def replay_traces(path: str | Path) -> Report:
         kind = trace.get("kind", "unified")
         if kind != "unified":
             raise StateFormatError(f"{path}: traces of a {kind} cache cannot be replayed yet")
+        report.n_ops_here = 0
         try:
             _replay_trace(trace, report)
-        except (KVCacheError, KeyError, TypeError, AttributeError) as error:
+        except _MALFORMED as error:
+            what = str(error) if isinstance(error, KVCacheError) else repr(error)
             raise StateFormatError(
-                f"{path}: trace {report.n_traces}, op {report.n_ops_here} is malformed: {error!r}"
+                f"{path}: trace {report.n_traces}, op {report.n_ops_here} is malformed: {what}"
             ) from error
         report.n_traces += 1
     if not report.n_traces:
@@ -78,21 +105,57 @@ def _replay_trace(trace: dict[str, Any], report: Report) -> None:
         rope=RopeConfig(2),
         placement="ring",
     )
+    if config.n_ctx > MAX_CELLS:
+        raise StateFormatError(f"n_cells {config.n_ctx} is beyond {MAX_CELLS}")
     with UnifiedCache(config) as cache:
         for n, op in enumerate(trace["ops"]):
             report.n_ops_here = n
-            result = _do(cache, op)
-            if "result" in op:
-                report.compare("result", result, op["result"])
-            if "cells_before_update" in op:
-                _compare_cells(cache, op["cells_before_update"], report, "cells_before_update")
-                cache.update()
-            _compare_cells(cache, op["cells"], report, "cells")
-            # An empty sequence has the greatest position 0 in the recordings, -1 here.
-            pos_max = [max(0, cache.seq_pos_max(s)) for s in range(config.n_seq_max)]
-            report.compare("seq_pos_max", pos_max, op["seq_pos_max"])
-            cache.check()
+            _replay_op(cache, op, report)
         report.n_ops += len(trace["ops"])
+
+
+def _replay_op(cache: UnifiedCache, op: dict[str, Any], report: Report) -> None:
+    """Do one operation; compare its result, the cells before and after the update, the ends."""
+    name = op["op"]
+    owned = cache.view().seq_ids[:, 0] >= 0 if name == "seq_add" else None
+    result = _do(cache, op)
+    if name in ("decode", "seq_rm") or "result" in op:
+        report.compare("result", result, _recorded(op, "result"))
+    if name in ("seq_add", "seq_div") or "cells_before_update" in op:
+        before = _recorded(op, "cells_before_update")
+        _compare_cells(cache, before, report, "cells_before_update", _pending(cache, op, owned))
+        cache.update()
+    _compare_cells(cache, _recorded(op, "cells"), report, "cells", 0)
+    # An empty sequence has the greatest position 0 in the recordings, -1 here.
+    pos_max = [max(0, cache.seq_pos_max(s)) for s in range(cache.config.n_seq_max)]
+    report.compare("seq_pos_max", pos_max, _list(op, "seq_pos_max"))
+    cache.check()
+
+
+def _recorded(op: dict[str, Any], key: str) -> Any:
+    if key not in op:
+        raise StateFormatError(f"{op.get('op')!r} lacks the key {key!r}")
+    return op[key]
+
+
+def _list(values: dict[str, Any], key: str) -> list[Any]:
+    found = _recorded(values, key)
+    if not isinstance(found, list):
+        raise StateFormatError(f"{key} is {found!r}; a list is wanted")
+    return found
+
+
+def _pending(cache: UnifiedCache, op: dict[str, Any], owned: Any) -> np.ndarray:
+    """Return what the recordings have added to each position before the update, int32.
+
+    That is the shift still to come, once more. A cell that this operation freed carries `delta`
+    of a shift that never comes; one that was empty before carries none.
+    """
+    n = cache.view().n_cells
+    out: np.ndarray = cache.cells.shift[:n].copy()
+    if owned is not None:
+        out[owned & (cache.view().seq_ids[:, 0] < 0)] = op["delta"]
+    return out
 
 
 def _do(cache: UnifiedCache, op: dict[str, Any]) -> bool | int | None:
@@ -132,24 +195,14 @@ def _decode(cache: UnifiedCache, op: dict[str, Any]) -> int:
     return 0
 
 
-def _compare_cells(cache: UnifiedCache, want: dict[str, Any], report: Report, name: str) -> None:
-    view, cells = cache.view(), cache.cells
-    n = view.n_cells
-    # Before the update, the recorded positions contain the pending shift a second time, and a
-    # freed cell shows the shift that it carried: positions of empty cells say nothing there.
-    pending = name != "cells"
-    pos = (view.pos + cells.shift[:n]).tolist()
-    masks = _seq_masks(view.seq_ids)
-    report.compare(f"{name}.seq_mask", masks, want["seq_mask"])
-    for i in range(n):
-        if masks[i] or not pending:
-            report.compare(f"{name}.pos[{i}]", pos[i], want["pos"][i])
-    report.compare(f"{name}.used", int(view.used), want["used"])
-    report.compare(f"{name}.n_tokens", int(view.n_tokens), want["n_tokens"])
-    report.compare(f"{name}.max_contiguous", int(view.max_contiguous), want["max_contiguous"])
-    report.compare(
-        f"{name}.max_contiguous_idx", int(view.max_contiguous_idx), want["max_contiguous_idx"]
-    )
+def _compare_cells(
+    cache: UnifiedCache, want: dict[str, Any], report: Report, name: str, pending: Any
+) -> None:
+    view = cache.view()
+    report.compare(f"{name}.seq_mask", _seq_masks(view.seq_ids), _list(want, "seq_mask"))
+    report.compare(f"{name}.pos", (view.pos + pending).tolist(), _list(want, "pos"))
+    for key in ("used", "n_tokens", "max_contiguous", "max_contiguous_idx"):
+        report.compare(f"{name}.{key}", int(getattr(view, key)), _recorded(want, key))
 
 
 def _seq_masks(seq_ids: np.ndarray) -> list[int]:
