@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvnumba.config import CacheConfig
-from kvnumba.errors import ConfigError, InUseError, ShapeError
+from kvnumba.errors import ConfigError, InUseError, SessionError, ShapeError
 from kvnumba.kernels import rows
 from kvnumba.kernels.rope import shift_rows
 from kvnumba.mapping import memory, up_to_page
@@ -28,6 +28,8 @@ class MemoryRows:
         As `KVLayers`.
     n_reserved : int
         All cells: there is nothing to reserve.
+    is_open : bool
+        False after `close`.
     """
 
     def __init__(self, config: CacheConfig):
@@ -50,6 +52,7 @@ class MemoryRows:
             for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
         ]
         self.k, self.v = arrays[0::2], arrays[1::2]
+        self.is_open = True
 
     def reserve(self, n_cells: int) -> None:
         """Do nothing: memory is taken when it is first written."""
@@ -64,6 +67,7 @@ class MemoryRows:
 
     def close(self) -> None:
         """Let go of the memory; arrays that are still around read zeros."""
+        self.is_open = False
         self._memory.close()
 
 
@@ -113,15 +117,19 @@ class KVLayers:
         else:
             self.rows = new_files(config, Path(path), uuid.uuid4().bytes, make=True)
         self.k, self.v = self.rows.k, self.rows.v
-        # Anonymous memory is copied by a fork; files are shared with the child.
-        self._pid = os.getpid() if not isinstance(self.rows, MemoryRows) else None
+        # In a forked child all rows are read-only: a store there would kill it.
+        self._pid = os.getpid()
         mib = 1 / 2**20
         log.info(
             "K (%s) %.1f MiB, V (%s) %.1f MiB, total %.1f MiB in %s: %d layers, %d cells",
             *(config.type_k, config.bytes_per_cell_k * config.n_cells * mib),
             *(config.type_v, config.bytes_per_cell_v * config.n_cells * mib),
             self.size_bytes * mib,
-            *("memory" if self._pid is None else "files", config.n_layer, config.n_cells),
+            *(
+                "memory" if isinstance(self.rows, MemoryRows) else "files",
+                config.n_layer,
+                config.n_cells,
+            ),
         )
 
     @property
@@ -137,11 +145,13 @@ class KVLayers:
         ------
         DiskFullError
             If the files cannot grow by that much; nothing is changed.
+        SessionError, InUseError
+            As `check_writable`; so do all that change rows.
         """
+        self.check_writable()
         if n_cells > self.config.n_cells:
             raise ShapeError(f"{n_cells} cells wanted, there are {self.config.n_cells}")
         if n_cells > self.rows.n_reserved:
-            self._check_process()
             self.rows.reserve(n_cells)
 
     def write(self, il: int, cells: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -160,12 +170,12 @@ class KVLayers:
         ShapeError, ConfigError
             If an argument is impossible; nothing is written.
         """
+        self.check_writable()
         c = self.config
         self._check_layer(il)
         self._check_cells(cells)
         self._check_rows("k", k, len(cells), c.n_embd_k(il))
         self._check_rows("v", v, len(cells), c.n_embd_v(il))
-        self._check_process()
         rows.write_rows(c.type_k, self.k[il], cells, np.ascontiguousarray(k))
         put = rows.write_cols if c.v_trans else rows.write_rows
         put(c.type_v, self.v[il], cells, np.ascontiguousarray(v))
@@ -242,7 +252,7 @@ class KVLayers:
 
     def clear(self) -> None:
         """Give the rows' memory and disk space back; they read as zeros. No page is touched."""
-        self._check_process()
+        self.check_writable()
         self.rows.clear()
 
     def residency(self) -> tuple[int, int]:
@@ -252,6 +262,27 @@ class KVLayers:
     def close(self) -> None:
         """Let go of memory and files; arrays that are still around read zeros."""
         self.rows.close()
+
+    def check_writable(self) -> None:
+        """Test that rows may be changed; without it a store could kill the process.
+
+        Raises
+        ------
+        SessionError
+            After `close`.
+        InUseError
+            In a forked child.
+        """
+        if not self.rows.is_open:
+            raise SessionError(
+                "the cache is closed, nothing can be written to it; build a new one, or open its "
+                "session again"
+            )
+        if self._pid != os.getpid():
+            raise InUseError(
+                f"these rows belong to process {self._pid}; a forked child ({os.getpid()}) may "
+                "read but not change them: build a cache, or open a session, of its own there"
+            )
 
     def _check_layer(self, il: int) -> None:
         if not 0 <= il < self.config.n_layer:
@@ -268,11 +299,11 @@ class KVLayers:
             )
 
     def _check_pair(self, src: np.ndarray, dst: np.ndarray) -> None:
+        self.check_writable()
         self._check_cells(src)
         self._check_cells(dst)
         if len(src) != len(dst):
             raise ShapeError(f"{len(src)} cells to move to {len(dst)}")
-        self._check_process()
 
     @staticmethod
     def _check_rows(name: str, array: np.ndarray, n: int, width: int) -> None:
@@ -280,10 +311,3 @@ class KVLayers:
             raise ShapeError(f"{name} is {getattr(array, 'dtype', type(array))}, float32 wanted")
         if array.shape != (n, width):
             raise ShapeError(f"{name} has shape {array.shape}, {(n, width)} wanted")
-
-    def _check_process(self) -> None:
-        if self._pid is not None and self._pid != os.getpid():
-            raise InUseError(
-                f"these rows are files of process {self._pid}; a forked child ({os.getpid()}) may "
-                "read but not change them: open a session of its own in the child"
-            )

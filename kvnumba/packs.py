@@ -39,6 +39,8 @@ class MappedRows:
     n_reserved : int
         Cells ``[0, n_reserved)`` are safe to write.
     packs : list of Pack
+    is_open : bool
+        False after `close`; the files and their numbers are not ours any more then.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class MappedRows:
                 pack.close()
             raise
         self.k, self.v = self._arrays(config)
+        self.is_open = True
 
     def _arrays(self, config: CacheConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
         k: list[np.ndarray] = []
@@ -154,6 +157,7 @@ class MappedRows:
 
     def close(self) -> None:
         """Let go of the files; arrays that are still around read zeros."""
+        self.is_open = False
         self._region.close()
         for pack in self.packs:
             pack.close()

@@ -13,6 +13,7 @@ from kvnumba.config import CacheConfig, RopeConfig
 from kvnumba.errors import ConfigError, InUseError, SessionError, ShapeError
 from kvnumba.layers import KVLayers
 from kvnumba.mapping import IS_LINUX
+from kvnumba.unified import UnifiedCache
 
 HEADS, DIMS, DIMS_V = (2, 1, 3), (8, 4, 6), (4, 4, 10)
 ROPES = (RopeConfig(8), None, RopeConfig(4, "neox", freq_base=100.0))
@@ -263,25 +264,89 @@ def test_elsewhere_files_are_refused_in_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "rows").exists()
 
 
-@pytest.mark.skipif(not IS_LINUX, reason="Linux")
-def test_another_process_may_not_change_rows_in_files(tmp_path, monkeypatch):
-    layers = KVLayers(config(n_ctx=5000), tmp_path / "rows")
-    write_all(layers, int32(0), random_rows(layers, 1))
+def changing_calls(layers):
+    """Everything that would change rows, cell 0 and 1."""
     k, v = random_rows(layers, 1)[0]
+    return [
+        lambda: layers.write(0, int32(0), k, v),
+        lambda: layers.copy_cells(int32(0), int32(1)),
+        lambda: layers.shift_cells(int32(0), int32(0), int32(1)),
+        lambda: layers.reserve(1),
+        lambda: layers.reserve(4000),
+        layers.clear,
+    ]
+
+
+def test_another_process_may_not_change_rows(path, monkeypatch):
+    layers = KVLayers(config(n_ctx=5000), path)
+    write_all(layers, int32(0), random_rows(layers, 1))
     with monkeypatch.context() as m:
         pid = os.getpid()
         m.setattr(os, "getpid", lambda: pid + 1)
-        for call in (
-            lambda: layers.write(0, int32(0), k, v),
-            lambda: layers.copy_cells(int32(0), int32(1)),
-            lambda: layers.shift_cells(int32(0), int32(0), int32(1)),
-            lambda: layers.reserve(4000),
-            layers.clear,
-        ):
+        for call in changing_calls(layers):
             with pytest.raises(InUseError, match="forked child"):
                 call()
         assert layers.read_k(0, int32(0)).any()
     layers.close()
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="Linux")
+def test_a_forked_child_is_refused_and_not_killed(path):
+    cache = UnifiedCache(config(), path)
+    (step,) = cache.prepare([1])
+    step.apply()
+    k, v = random_rows(cache.layers, 1)[0]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            step.write(0, k, v)
+        except InUseError:
+            code = 7
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    step.write(0, k, v)
+    assert np.array_equal(cache.layers.read_k(0, step.cells), k)
+    cache.close()
+
+
+def test_after_close_nothing_is_written(path):
+    layers = KVLayers(config(n_ctx=5000), path)
+    write_all(layers, int32(0, 1), random_rows(layers, 2))
+    layers.close()
+    for call in changing_calls(layers):
+        with pytest.raises(SessionError, match="closed"):
+            call()
+    assert not layers.k[0].any()
+
+
+def test_a_closed_cache_says_so(path):
+    def applied():
+        cache = UnifiedCache(config(n_seq_max=2), path and path / str(len(made)))
+        made.append(cache)
+        (step,) = cache.prepare([1])
+        return cache, step.apply()
+
+    made = []
+    cache, step = applied()
+    k, v = random_rows(cache.layers, 1)[0]
+    cache.close()
+    with pytest.raises(SessionError, match="closed"):
+        step.write(0, k, v)
+    step.rollback()
+    with pytest.raises(SessionError, match="closed"):
+        cache.prepare([1])
+
+    cache, step = applied()
+    for il, rows in enumerate(random_rows(cache.layers, 1)):
+        step.write(il, *rows)
+    step.commit()
+    cache.close()
+    cache.seq_add(0, 0, -1, 1)
+    with pytest.raises(SessionError, match="closed"):
+        cache.update()
+    assert cache.cells.pos[0] == 1
 
 
 def test_offsets_are_64_bit():

@@ -525,6 +525,15 @@ def test_after_close_nothing_goes(tmp_path):
     with pytest.raises(SessionError, match="closed"):
         session.commit()
     assert "closed" in repr(session)
+    rows = np.ones((1, 16), np.float32)
+    for call in (
+        lambda: session.cache.prepare(Batch([2])),
+        lambda: session.cache.layers.write(0, np.zeros(1, np.int32), rows, rows),
+        lambda: session.cache.layers.reserve(1),
+        session.cache.layers.clear,
+    ):
+        with pytest.raises(SessionError, match="closed"):
+            call()
 
 
 # -- one writer ------------------------------------------------------------------------------------
