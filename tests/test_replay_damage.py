@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
+import numpy as np
 import pytest
 
-from kvnumba.errors import StateFormatError
+from kvnumba.errors import ConfigError, ShapeError, StateFormatError
+from kvnumba.replay.chains import replay_chain
 from kvnumba.replay.traces import read_traces, replay_traces
 
 TRACES = "traces/unified_llama_cpp_python_0.3.8.jsonl.gz"
@@ -174,3 +177,106 @@ def test_blank_lines_only_at_the_end(traces, tmp_path):
     path.write_text("\n")
     with pytest.raises(StateFormatError, match="no traces"):
         replay_traces(path)
+
+
+# -- chains --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chain(golden, tmp_path):
+    """A recorded chain beside its logits and its model; the tests damage it."""
+    for file in ("logits/llama-f32.json", "logits/llama-f32.npz", "models/tiny-llama32.gguf"):
+        shutil.copy(golden / file, tmp_path)
+    return tmp_path / "llama-f32.json"
+
+
+def change(chain, do):
+    values = json.loads(chain.read_text())
+    do(values["steps"])
+    chain.write_text(json.dumps(values))
+    return chain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"steps": ' + "9" * 5000 + "}",
+        '{"steps": []}',
+        '{"steps": [3]}',
+        '{"steps": [{}]}',
+        '{"kv": 3, "model": "tiny-llama32.gguf", "steps": [{"op": "seq_keep", "seq_id": 0}]}',
+    ],
+)
+def test_texts_that_are_no_chain(chain, text):
+    chain.write_text(text)
+    with pytest.raises(StateFormatError):
+        replay_chain(chain)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda s: s[0].__setitem__("seq_ids", [["a"]] * 40),
+        lambda s: s[0].__setitem__("seq_ids", 3),
+        lambda s: s[0].__setitem__("pos", "x"),
+        lambda s: s[0].__setitem__("tokens", 3),
+        lambda s: s[0].__setitem__("tokens", []),
+        lambda s: s[1].__setitem__("op", ["decode"]),
+        lambda s: s[1].pop("tokens"),
+        lambda s: s[1].__setitem__("logits", 3),
+        lambda s: s[1].__setitem__("logits", "prefill"),
+        lambda s: s[1].__setitem__("logits", "a\0b"),
+        lambda s: s[1].__setitem__("logits", "\ud800"),
+        lambda s: s[1].__setitem__("logits", "x" * 70_000),
+    ],
+)
+def test_malformed_steps_are_refused(chain, do):
+    with pytest.raises((StateFormatError, ShapeError)):
+        replay_chain(change(chain, do))
+
+
+def test_damaged_recorded_logits(chain):
+    path = chain.with_suffix(".npz")
+    data = path.read_bytes()
+    for cut in (0, 10, 500, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:cut])
+        with pytest.raises(StateFormatError, match="logits"):
+            replay_chain(chain)
+    for arrays in ({}, {"prefill": np.array(["x"])}, {"prefill": np.array([{}], object)}):
+        np.savez(path, **arrays)
+        with pytest.raises(StateFormatError, match="logits"):
+            replay_chain(chain)
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(StateFormatError, match="logits"):
+        replay_chain(chain)
+
+
+def test_logits_left_out_of_the_recording_are_named(chain):
+    path = chain.with_suffix(".npz")
+    with np.load(path) as data:
+        logits = dict(data)
+    del logits["fork1"]
+    logits["decode0"] = np.zeros_like(logits["decode0"])
+    np.savez(path, **logits)
+    fields = [m.field for m in replay_chain(chain).mismatches]
+    assert fields == ["nmse of decode0", "logits of fork1"]
+
+
+def test_any_label_can_be_written(chain, tmp_path):
+    change(chain, lambda s: [s[n].__setitem__("logits", x) for n, x in enumerate(["file", "a/b"])])
+    replay_chain(chain, logits_out=tmp_path / "out")
+    with np.load(tmp_path / "out.npz") as data:
+        assert data["file"].shape == (40, 96)
+        assert data["a/b"].shape == (1, 96)
+
+
+def test_logits_that_cannot_be_written(chain, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        replay_chain(chain, logits_out=tmp_path / "absent" / "out.npz")
+    recorded = chain.with_suffix(".npz")
+    before = recorded.read_bytes()
+    with pytest.raises(ConfigError, match="recorded"):
+        replay_chain(chain, logits_out=recorded)
+    assert recorded.read_bytes() == before

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
+import tokenize
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,31 @@ import numpy as np
 
 from kvnumba.batch import Batch
 from kvnumba.dtypes import kv_type
-from kvnumba.errors import StateFormatError
+from kvnumba.errors import ConfigError, KVCacheError, StateFormatError
 from kvnumba.replay.report import Report
 from kvnumba.unified import UnifiedCache
 
 # The reference rounds K, V and its attention inside when they are not f32.
 NMSE_F32 = 1e-9
 NMSE_ROUNDED = 1e-5
+MAX_LABEL = 200
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+# What numpy and zipfile raise on a foreign or cut ``.npz``.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    MemoryError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 
 def replay_chain(
@@ -43,28 +65,64 @@ def replay_chain(
     Raises
     ------
     StateFormatError, ModelFileError
-        If the chain or the model cannot be read.
+        If the chain, the recorded logits or the model cannot be read.
+    ConfigError
+        If `logits_out` cannot be written, or is the file of the recorded logits.
     """
     path = Path(path)
+    recorded = path.with_suffix(".npz")
+    if logits_out is not None and _npz_path(logits_out).resolve() == recorded.resolve():
+        raise ConfigError(f"--logits {logits_out} holds the recorded logits; name another file")
     chain = _read_chain(path)
     logits = run_chain(chain, _model_path(path, chain, model), type_k, type_v)
     if logits_out is not None:
-        np.savez(logits_out, **logits)  # type: ignore[arg-type]
+        _write_npz(_npz_path(logits_out), logits)
     report = Report(n_traces=1, n_ops=len(chain["steps"]))
-    recorded = path.with_suffix(".npz")
     exact = all(kv_type(t).name == "f32" for t in _types(chain, type_k, type_v))
     if recorded.exists():
         _compare(logits, recorded, NMSE_F32 if exact else NMSE_ROUNDED, report)
+        for step in chain["steps"]:
+            label = step.get("logits")
+            if label is not None and label not in report.details["nmse"]:
+                report.differ(f"logits of {label}", "computed", "not recorded")
     return report
+
+
+def _npz_path(path: str | Path) -> Path:
+    return Path(path) if str(path).endswith(".npz") else Path(f"{path}.npz")
+
+
+def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write an ``.npz``; any label will do, where `numpy.savez` takes some for its arguments."""
+    try:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--logits {path} cannot be written: {error}") from None
 
 
 def _read_chain(path: Path) -> dict[str, Any]:
     try:
         chain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StateFormatError(f"{path} cannot be read as a chain: {error}") from None
-    if not isinstance(chain, dict) or not isinstance(chain.get("steps"), list):
+    steps = chain.get("steps") if isinstance(chain, dict) else None
+    if not isinstance(steps, list) or not steps:
         raise StateFormatError(f"{path} is no chain: an object with a list 'steps' is wanted")
+    labels = set()
+    for n, step in enumerate(steps):
+        if not isinstance(step, dict) or "op" not in step:
+            raise StateFormatError(f"{path}: step {n} is no object with an 'op'")
+        label = step.get("logits", str(n))
+        if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL or not label.isprintable():
+            raise StateFormatError(
+                f"{path}: step {n}: the label {label!r:.50} is no printable text"
+            )
+        if label in labels:
+            raise StateFormatError(f"{path}: step {n}: the label {label!r} comes a second time")
+        labels.add(label)
     return chain
 
 
@@ -107,8 +165,10 @@ def run_chain(
             for n, step in enumerate(steps):
                 logits = _do(cache, model.net, step)
                 if logits is not None:
-                    out[str(step.get("logits", n))] = logits
-    except (KeyError, TypeError, AttributeError) as error:
+                    out[step.get("logits", str(n))] = logits
+    except KVCacheError:
+        raise
+    except _MALFORMED as error:
         raise StateFormatError(f"a step of the chain is malformed: {error!r}") from error
     return out
 
@@ -141,11 +201,14 @@ def _compare(
     logits: dict[str, np.ndarray], recorded: Path, tolerance: float, report: Report
 ) -> None:
     try:
-        with np.load(recorded, allow_pickle=False) as want:
+        # Opened here, because numpy leaves the file open when it is no zip.
+        with recorded.open("rb") as file, np.load(file, allow_pickle=False) as want:
             errors = {name: _nmse(logits.get(name), want[name]) for name in want.files}
             report.n_values = sum(want[name].size for name in want.files)
-    except (OSError, ValueError) as error:
-        raise StateFormatError(f"{recorded} cannot be read: {error}") from None
+    except _UNREADABLE as error:
+        raise StateFormatError(f"{recorded} cannot be read as logits: {error!r}") from None
+    if not report.n_values:
+        raise StateFormatError(f"{recorded} holds no logits")
     for n, (name, nmse) in enumerate(errors.items()):
         report.n_ops_here = n
         if not nmse <= tolerance:
@@ -156,7 +219,10 @@ def _compare(
 
 def _nmse(got: np.ndarray | None, want: np.ndarray) -> float:
     """Return the normalised mean square error, infinite when the shapes differ."""
+    if want.dtype.kind not in "fiu":
+        raise ValueError(f"logits have dtype {want.dtype}")
     want = want.astype(np.float64)
     if got is None or got.size != want.size:
         return float("inf")
-    return float(((got.reshape(want.shape) - want) ** 2).sum() / (want**2).sum())
+    error, size = float(((got.reshape(want.shape) - want) ** 2).sum()), float((want**2).sum())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
