@@ -17,7 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kvnumba.errors import DiskFullError, SessionError, SessionLockedError, SessionNotFoundError
+from kvnumba.errors import (
+    ConfigError,
+    DiskFullError,
+    SessionError,
+    SessionLockedError,
+    SessionNotFoundError,
+)
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -245,20 +251,38 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def folder_of(path: object) -> Path:
+    """Return the path of a folder that a caller named.
+
+    Raises
+    ------
+    ConfigError
+        If it is no path, or an empty one.
+    """
+    try:
+        name = os.fspath(path)  # type: ignore[call-overload]
+        if isinstance(name, str) and name and b"\0" not in os.fsencode(name):
+            return Path(name)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise ConfigError(f"path {path!r} names no folder; give a str or a pathlib.Path, not empty")
+
+
 def make_folder(path: Path) -> None:
-    """Make a folder for its owner only, parents as usual; an empty one is taken as it is.
+    """Make a folder for its owner only, parents as usual; an empty one is taken.
 
     Raises
     ------
     SessionError
-        If it holds anything, or cannot be made.
+        If it holds anything, or cannot be made; a folder that was there is as before.
     """
     _step("mkdir")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(FOLDER_MODE, exist_ok=True)
-        path.chmod(FOLDER_MODE)
         entry = next(path.iterdir(), None)
+        if entry is None:
+            path.chmod(FOLDER_MODE)
     except OSError as error:
         fail(error, "making folder", path)
     if entry is not None:

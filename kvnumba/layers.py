@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from pathlib import Path
 
 import numpy as np
 
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, InUseError, SessionError, ShapeError
+from kvnumba.files import folder_of
 from kvnumba.kernels import rows
 from kvnumba.kernels.rope import shift_rows
 from kvnumba.mapping import memory, up_to_page
@@ -94,7 +94,7 @@ class KVLayers:
     Raises
     ------
     ConfigError
-        Transposed V in files.
+        Transposed V in files; a path that is none.
     SessionError, DiskFullError
         If the folder is not empty or its files cannot be made; not on Linux.
     """
@@ -115,7 +115,7 @@ class KVLayers:
         elif path is None:
             self.rows = MemoryRows(config)
         else:
-            self.rows = new_files(config, Path(path), uuid.uuid4().bytes, make=True)
+            self.rows = new_files(config, folder_of(path), uuid.uuid4().bytes, make=True)
         self.k, self.v = self.rows.k, self.rows.v
         # In a forked child all rows are read-only: a store there would kill it.
         self._pid = os.getpid()

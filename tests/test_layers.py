@@ -248,9 +248,16 @@ def test_the_folder_must_be_new_or_empty_and_is_private(tmp_path):
         layers.close()
         with pytest.raises(SessionError, match="not empty"):
             KVLayers(config(), tmp_path / name)
+        (tmp_path / name).chmod(0o755)
+        with pytest.raises(SessionError, match="not empty"):
+            UnifiedCache(config(), tmp_path / name)
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o755
     (tmp_path / "file").write_text("x")
     with pytest.raises(SessionError):
         KVLayers(config(), tmp_path / "file")
+    for path in ("", "a\0b", "\ud800", b"rows", 7):
+        with pytest.raises(ConfigError, match="names no folder"):
+            KVLayers(config(), path)
     with pytest.raises(ConfigError, match="v_trans"):
         KVLayers(config(v_trans=True), tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -10,9 +10,7 @@ from pathlib import Path
 from kvnumba.errors import KVCacheError, SessionError, SessionNotFoundError
 from kvnumba.files import File, make_folder, names_in, remove
 from kvnumba.mapping import IS_LINUX
-from kvnumba.pack import SUFFIX
 from kvnumba.store import recovery
-from kvnumba.store.checkpoint import TEMPORARY
 
 LOCK = "lock"
 
@@ -43,10 +41,12 @@ def take_new_folder(folder: Path) -> File:
     SessionError, SessionLockedError
         If it holds anything else; nothing is changed.
     """
-    if not (folder.is_dir() and LOCK in names_in(folder)):
+    if not (os.path.isdir(folder) and LOCK in names_in(folder)):
         make_folder(folder)
     lock = lock_folder(folder)
     try:
+        if lock.size:
+            raise SessionError(f"{folder} holds a file {LOCK} that is not ours; name a new folder")
         _clear_unfinished(folder)
     except BaseException:
         lock.close()
@@ -76,9 +76,8 @@ def _clear_unfinished(folder: Path) -> None:
     else:
         raise SessionError(f"{folder} holds a session already; open it, or name another folder")
     names = [name for name in names_in(folder) if name != LOCK]
-    ours = (SUFFIX, TEMPORARY, "journal.0", recovery.MARK)
     for name in names:
-        if not name.endswith(ours):
+        if not recovery.is_ours(folder, name):
             raise SessionError(f"{folder} is not empty (it holds {name}); name a new folder")
     for name in names:
         remove(folder / name)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvnumba import pack
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, DamagedError, SessionNotFoundError
 from kvnumba.files import File, names_in, remove, write_new
 from kvnumba.pack import SLOTS, SUFFIX
+from kvnumba.store import checkpoint, journal
 from kvnumba.store.checkpoint import TEMPORARY, Checkpoint, read_checkpoint
 from kvnumba.store.committed import Committed
 from kvnumba.store.fingerprint import Fingerprint
@@ -208,6 +211,33 @@ def _read_file(path: Path) -> bytes:
         file.close()
 
 
+# -- files that may be removed --------------------------------------------------------------------
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_MAGICS = (
+    (re.compile(f"base[.]{_NUMBER}({re.escape(TEMPORARY)})?"), checkpoint.MAGIC),
+    (re.compile(f"journal[.]{_NUMBER}"), journal.MAGIC),
+    (re.compile(f"[0-9a-f]{{32}}{re.escape(SUFFIX)}"), pack.MAGIC),
+    (re.compile(re.escape(MARK)), mark_bytes(0)),
+)
+
+
+def is_ours(folder: Path, name: str) -> bool:
+    """Return whether a session made a file: by its whole name, and by how its bytes begin.
+
+    One that was killed while it wrote leaves less than that, or zeros.
+    """
+    for pattern, magic in _MAGICS:
+        if pattern.fullmatch(name):
+            file = File(folder / name, write=False)
+            try:
+                data = file.read(pack.HEADER_BYTES)
+            finally:
+                file.close()
+            return data[: len(magic)] == magic[: len(data)] or not data.strip(b"\0")
+    return False
+
+
 def remove_others(folder: Path, keep: set[int], packs: list[bytes]) -> None:
     """Remove what a killed writer left: unfinished files, and what nothing names any more.
 
@@ -219,11 +249,9 @@ def remove_others(folder: Path, keep: set[int], packs: list[bytes]) -> None:
     packs : list of bytes
         Packs to keep.
     """
-    named = {pack_id.hex() + SUFFIX for pack_id in packs}
+    named = {MARK, *(pack_id.hex() + SUFFIX for pack_id in packs)}
+    named.update(f"{stem}.{g}" for stem in ("base", "journal") for g in keep)
     for name in names_in(folder):
-        stem, _, rest = name.partition(".")
-        is_old = stem in ("base", "journal") and rest.isdecimal() and int(rest) not in keep
-        is_pack = name.endswith(SUFFIX)
-        if is_old or name.endswith(TEMPORARY) or (is_pack and name not in named):
+        if name not in named and is_ours(folder, name):
             log.info("removing %s, left over in %s", name, folder)
             remove(folder / name)

@@ -181,7 +181,7 @@ def scenario_open(folder):
             with open(path / f"journal{newest.suffix}", "r+b") as file:
                 file.write(b"KVJ1" + bytes(40) + b"x")
         elif kind == "leftovers":
-            (path / "base.77.tmp").write_bytes(b"half")
+            (path / "base.77.tmp").write_bytes(b"KVB1half")
             (path / ("0" * 32 + ".kv")).write_bytes(b"")
 
     for kind in ("base", "tail", "leftovers", "grow"):

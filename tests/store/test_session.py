@@ -390,10 +390,12 @@ def test_create_takes_new_or_empty_folders_only(tmp_path):
             make_session(tmp_path / path)
         assert contents(tmp_path / path) == before
     (tmp_path / "full").mkdir()
+    (tmp_path / "full").chmod(0o755)
     (tmp_path / "full/notes.txt").write_text("mine")
     with pytest.raises(SessionError, match="notes"):
         make_session(tmp_path / "full")
     assert names(tmp_path / "full") == ["notes.txt"]
+    assert stat.S_IMODE((tmp_path / "full").stat().st_mode) == 0o755
     (tmp_path / "file").write_text("x")
     with pytest.raises(SessionError):
         make_session(tmp_path / "file")
@@ -421,12 +423,40 @@ def test_leftovers_are_removed(tmp_path):
         session.commit()
         want = picture(session)
     good = names(tmp_path / "s")
-    for name in ("base.2.tmp", "f" * 32 + ".kv", "journal.2", "journal.0.tmp"):
+    for name in ("base.2.tmp", "f" * 32 + ".kv", "journal.2"):
         (tmp_path / "s" / name).write_bytes(b"")
-    (tmp_path / "s/mine.txt").write_text("not ours")
+    foreign = ["mine.txt", "my.kv", "e" * 32 + ".kv", "base.3.tmp", "draft.tmp", "journal.07"]
+    for name in foreign:
+        (tmp_path / "s" / name).write_text("not ours")
     with Session.open(tmp_path / "s") as session:
         assert picture(session) == want
-        assert names(tmp_path / "s") == sorted([*good, "mine.txt"])
+        assert names(tmp_path / "s") == sorted([*good, *foreign])
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"mydata.kv": "", "draft.tmp": "", "myjournal.0": ""},
+        {"draft.tmp": ""},
+        {"journal.00": ""},
+        {"F" * 32 + ".kv": ""},
+        {"f" * 32 + ".kv": "somebody's notes"},
+        {"base.0.tmp": "somebody's notes"},
+        {"reused": "somebody's notes"},
+        {"lock": "somebody's notes"},
+    ],
+)
+def test_somebody_elses_files_stay(tmp_path, foreign):
+    path = tmp_path / "s"
+    path.mkdir()
+    path.chmod(0o755)
+    for name, text in {"lock": "", "journal.0": "", **foreign}.items():
+        (path / name).write_text(text)
+    before = contents(path), names(path)
+    with pytest.raises(SessionError, match="name a new folder"):
+        make_session(path)
+    assert (contents(path), names(path)) == before
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
 # -- refusals --------------------------------------------------------------------------------------
