@@ -12,15 +12,19 @@ from kvnumba.errors import PositionError, SequenceError, ShapeError
 MAX_POS = np.iinfo(np.int32).max - 1
 """The greatest position; the value above it means "no end" in a range."""
 
+_BOOLS = frozenset((bool, np.bool_))
+
 
 def int32_array(values: Any, name: str) -> np.ndarray:
-    """Return `values` as a one-dimensional int32 array.
+    """Return `values` as a one-dimensional int32 array of its own.
 
     Raises
     ------
     ShapeError
         If it is not one-dimensional, not of whole numbers, or does not fit in int32.
     """
+    if isinstance(values, (list, tuple)) and not _BOOLS.isdisjoint(map(type, values)):
+        raise ShapeError(f"{name} holds a bool, whole numbers wanted")
     try:
         given = np.asarray(values)
     except (ValueError, TypeError) as error:
@@ -33,7 +37,7 @@ def int32_array(values: Any, name: str) -> np.ndarray:
         raise ShapeError(f"{name} has dtype {given.dtype}, whole numbers wanted")
     if int(given.max()) > np.iinfo(np.int32).max or int(given.min()) < np.iinfo(np.int32).min:
         raise ShapeError(f"{name} holds values that do not fit in 32 bits")
-    return np.ascontiguousarray(given, np.int32)
+    return given.astype(np.int32)
 
 
 class Batch:
@@ -42,7 +46,7 @@ class Batch:
     Parameters
     ----------
     tokens : array_like of int, shape (n_tokens,)
-        Token ids.
+        Token ids, 0 or more.
     pos : array_like of int, shape (n_tokens,), optional
         Positions. Default: the cache counts on from each sequence's last position.
     seq_ids : int, sequence of int, or sequence of sequences of int, optional
@@ -59,12 +63,15 @@ class Batch:
     Raises
     ------
     ShapeError, PositionError, SequenceError
-        If lengths disagree, a position or id is negative, or a token has no or a repeated id; the
-        message names token and field.
+        If lengths disagree, a value is no whole number, a token, position or id is negative, or a
+        token has no or a repeated id; the message names token and field.
     """
 
     def __init__(self, tokens: Any, pos: Any = None, seq_ids: Any = 0):
         self.tokens = int32_array(tokens, "tokens")
+        bad = np.flatnonzero(self.tokens < 0)
+        if len(bad):
+            raise ShapeError(f"token {bad[0]} of tokens is {self.tokens[bad[0]]}; ids start at 0")
         self.pos = None if pos is None else checked_positions(pos, self.n_tokens)
         self.id_start, self.ids = pack_ids(seq_ids, self.n_tokens)
 
@@ -113,22 +120,54 @@ def pack_ids(seq_ids: Any, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     ShapeError, SequenceError
         If the count is not `n_tokens`, or a token has no, a negative or a repeated id.
     """
-    if isinstance(seq_ids, (int, np.integer)):
-        lists: Sequence[Any] = [[seq_ids]] * n_tokens
-    elif isinstance(seq_ids, Iterable):
-        lists = [s if isinstance(s, Iterable) else [s] for s in seq_ids]
-    else:
+    if _is_int(seq_ids):
+        ids = np.repeat(int32_array([seq_ids], "seq_ids"), n_tokens)
+        return np.arange(n_tokens + 1), _not_negative(ids, np.arange(n_tokens))
+    if isinstance(seq_ids, (str, bytes)) or not isinstance(seq_ids, Iterable):
         raise ShapeError(f"seq_ids is {seq_ids!r}; an id, a list of ids, or a list of lists wanted")
-    if len(lists) != n_tokens:
-        raise ShapeError(f"seq_ids has {len(lists)} entries for {n_tokens} tokens")
-    id_start = np.zeros(n_tokens + 1, np.int64)
+    if isinstance(seq_ids, np.ndarray) and seq_ids.ndim != 1:
+        if seq_ids.ndim != 2:
+            raise ShapeError(f"seq_ids has {seq_ids.ndim} dimensions, 1 or 2 wanted")
+        seq_ids = seq_ids.tolist()
+    entries = seq_ids if isinstance(seq_ids, np.ndarray) else list(seq_ids)
+    if len(entries) != n_tokens:
+        raise ShapeError(f"seq_ids has {len(entries)} entries for {n_tokens} tokens")
+    if isinstance(entries, np.ndarray) or set(map(type, entries)) <= {int, np.int32, np.int64}:
+        ids = int32_array(entries, "seq_ids")
+        return np.arange(n_tokens + 1), _not_negative(ids, np.arange(n_tokens))
+    return _pack_lists(entries)
+
+
+def _pack_lists(entries: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(id_start, ids)`` of entries of which each is an id or several."""
+    id_start = np.zeros(len(entries) + 1, np.int64)
     flat: list[int] = []
-    for t, ids in enumerate(lists):
-        given = [int(s) for s in ids]
+    for t, entry in enumerate(entries):
+        several = isinstance(entry, Iterable) and not isinstance(entry, (str, bytes))
+        if isinstance(entry, np.ndarray):
+            several, entry = entry.ndim > 0, entry.tolist()
+        given = list(entry) if several else [entry]
+        for s in given:
+            if not _is_int(s):
+                raise ShapeError(f"a sequence id of token {t} is {s!r}; whole numbers wanted")
         if not given:
             raise SequenceError(f"token {t} has no sequence id; give at least one")
         if len(set(given)) != len(given):
             raise SequenceError(f"token {t} names a sequence twice: {given}")
         flat += given
         id_start[t + 1] = len(flat)
-    return id_start, int32_array(flat, "seq_ids")
+    of_token = np.repeat(np.arange(len(entries)), np.diff(id_start))
+    return id_start, _not_negative(int32_array(flat, "seq_ids"), of_token)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _not_negative(ids: np.ndarray, of_token: np.ndarray) -> np.ndarray:
+    bad = np.flatnonzero(ids < 0)
+    if len(bad):
+        raise SequenceError(
+            f"token {of_token[bad[0]]} has sequence id {ids[bad[0]]}; ids start at 0"
+        )
+    return ids

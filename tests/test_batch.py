@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvnumba.batch import Batch
-from kvnumba.errors import PositionError, SequenceError, ShapeError
+from kvnumba.errors import ConfigError, PositionError, SequenceError, ShapeError
+from kvnumba.runner.prompt import parse_token_list
 
 
 def test_one_id_for_all_one_each_or_several():
@@ -45,6 +46,32 @@ def test_empty_batch():
         (([1, 2], None, [[0], []]), SequenceError, "token 1 has no"),
         (([1, 2], None, [[0], [1, 1]]), SequenceError, "token 1 names a sequence twice"),
         (([1], None, 1.5), ShapeError, "seq_ids"),
+        (([3, -7],), ShapeError, "token 1 of tokens is -7"),
+        (([True, 2],), ShapeError, "tokens"),
+        (([1, 2], [0, True]), ShapeError, "pos"),
+        (([1, 2], None, [0, 0.9]), ShapeError, "token 1 is 0.9"),
+        (([1], None, [True]), ShapeError, "token 0 is True"),
+        (([1, 2], None, [0, True]), ShapeError, "token 1 is True"),
+        (([1], None, True), ShapeError, "seq_ids"),
+        (([1, 2], None, "01"), ShapeError, "seq_ids"),
+        (([1, 2], None, ["0", "1"]), ShapeError, "token 0 is '0'"),
+        (([1, 2], None, [[0], "1"]), ShapeError, "token 1 is '1'"),
+        (([1], None, [None]), ShapeError, "token 0 is None"),
+        (([1], None, [["a"]]), ShapeError, "token 0 is 'a'"),
+        (([1], None, [[[0]]]), ShapeError, "token 0"),
+        (([1], None, [10**30]), ShapeError, "seq_ids"),
+        (([1], None, [[2**31]]), ShapeError, "seq_ids"),
+        (([1], None, 2**31), ShapeError, "seq_ids"),
+        (([1], None, np.array([np.nan])), ShapeError, "seq_ids"),
+        (([1], None, np.array([[0.0]])), ShapeError, "token 0 is 0.0"),
+        (([1], None, np.array([True])), ShapeError, "seq_ids"),
+        (([1], None, np.array([None])), ShapeError, "seq_ids"),
+        (([1], None, np.zeros((1, 1, 1), int)), ShapeError, "dimensions"),
+        (([1], None, np.array(0)), ShapeError, "dimensions"),
+        (([1, 2], None, -1), SequenceError, "token 0 has sequence id -1"),
+        (([1, 2], None, [0, -1]), SequenceError, "token 1 has sequence id -1"),
+        (([1, 2], None, np.array([0, -2])), SequenceError, "token 1 has sequence id -2"),
+        (([1, 2, 3], None, [[0, 1], 2, [3, -2]]), SequenceError, "token 2 has sequence id -2"),
     ],
 )
 def test_refusals(args, error, named):
@@ -54,3 +81,54 @@ def test_refusals(args, error, named):
 
 def test_int64_input_is_narrowed():
     assert Batch(np.array([1, 2], np.int64)).tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "seq_ids",
+    [
+        [3, 4],
+        (3, 4),
+        np.array([3, 4], np.int32),
+        np.array([3, 4], np.uint8),
+        [np.int32(3), 4],
+        [np.uint8(3), np.int64(4)],
+        [[3], 4],
+        [(3,), np.array([4])],
+        np.array([[3], [4]]),
+        iter([3, 4]),
+        range(3, 5),
+    ],
+)
+def test_one_id_a_token_in_many_shapes(seq_ids):
+    batch = Batch([1, 2], seq_ids=seq_ids)
+    assert batch.ids.tolist() == [3, 4]
+    assert batch.ids.dtype == np.int32
+    assert batch.id_start.tolist() == [0, 1, 2]
+    assert batch.id_start.dtype == np.int64
+
+
+def test_a_batch_does_not_change_with_the_arrays_it_was_made_from():
+    given = [np.array([1, 2], np.int32) for _ in range(3)]
+    batch = Batch(*given)
+    for array in given:
+        array[:] = -1
+    assert [a.tolist() for a in (batch.tokens, batch.pos, batch.ids)] == [[1, 2]] * 3
+
+
+def test_token_lists_that_were_typed():
+    assert parse_token_list("5, 6 ,7", 10).tolist() == [5, 6, 7]
+    assert parse_token_list("007", 10).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,", "1_0", "\uff11", "+1", "1.0", "0x1", "1\n", "\t1", "1 2", "9" * 5000, "1;2"]
+)
+def test_token_lists_that_are_none(text):
+    with pytest.raises(ConfigError, match="whole numbers"):
+        parse_token_list(text, 100)
+
+
+@pytest.mark.parametrize("text", ["-1", "1,100", "4294967297"])
+def test_token_lists_outside_the_vocabulary(text):
+    with pytest.raises(ConfigError, match=r"outside|32 bits"):
+        parse_token_list(text, 100)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvnumba.batch import int32_array
-from kvnumba.errors import ConfigError, ModelFileError
+from kvnumba.errors import ConfigError, ModelFileError, ShapeError
 
 
 def read_text(file: str | Path | None, prompt: str | None) -> str:
@@ -33,17 +34,20 @@ def read_text(file: str | Path | None, prompt: str | None) -> str:
 
 
 def parse_token_list(text: str, n_vocab: int) -> np.ndarray:
-    """Return the ids of a comma-separated list, int32.
+    """Return the ids of a comma-separated list, int32; spaces around a number are allowed.
 
     Raises
     ------
     ConfigError
         If an entry is no whole number or not in ``[0, n_vocab)``.
     """
+    parts = [part.strip(" ") for part in text.split(",")]
+    if not all(re.fullmatch(r"-?[0-9]{1,10}", part) for part in parts):
+        raise ConfigError(f"--tokens {text!r}: whole numbers separated by commas wanted")
     try:
-        tokens = int32_array([int(part) for part in text.split(",")], "tokens")
-    except ValueError:
-        raise ConfigError(f"--tokens {text!r}: whole numbers separated by commas wanted") from None
+        tokens = int32_array([int(part) for part in parts], "tokens")
+    except ShapeError as error:
+        raise ConfigError(f"--tokens {text!r}: {error}") from None
     bad = tokens[(tokens < 0) | (tokens >= n_vocab)]
     if len(bad):
         raise ConfigError(f"token id {bad[0]} is outside [0, {n_vocab}), the model's vocabulary")
