@@ -7,7 +7,8 @@
 
 Records follow each other without gaps; `seq` counts commits over all generations. The file is
 reserved ahead, so it ends in zeros. `G` and `seq` make stale bytes invalid; reading ends at the
-first record that is not whole, of this generation, and next in order.
+first record that is not whole, of this generation, and next in order. That is the torn end of a
+killed writer, unless a whole later record follows it: then the journal is damaged.
 """
 
 from __future__ import annotations
@@ -95,6 +96,25 @@ def read_records(data: bytes, generation: int, seq: int) -> Iterator[Record]:
         yield Record(seq, view[begin:stop], at)
 
 
+def later_seq(data: bytes, start: int, generation: int, seq: int) -> int | None:
+    """Return the number of the first whole record beyond `start` that is later than `seq`.
+
+    None: there is none, so that what is at `start` is the torn end of the journal.
+    """
+    at = start
+    while (at := data.find(MAGIC, at)) >= 0:
+        n_left = len(data) - at - _HEAD.size - _SUM.size
+        if at % 8 == 0 and n_left >= 0:
+            _, kind, n, g, s = _HEAD.unpack_from(data, at)
+            stop = at + _HEAD.size + n
+            if (kind, g) == (COMMIT, generation) and s > seq and n <= n_left:
+                digest = xxhash.xxh3_64_intdigest(memoryview(data)[at:stop])
+                if _SUM.unpack_from(data, stop)[0] == digest:
+                    return int(s)
+        at += 1
+    return None
+
+
 class Journal:
     """``journal.G``, open for appending.
 
@@ -153,13 +173,16 @@ class Journal:
         Raises
         ------
         DiskFullError, SessionError
-            If it cannot be written; the journal is as before. After a failed sync it is unknown
-            what reached the disk, so that nothing can be appended any more.
+            If it cannot be written; the journal is as before. After a failed sync or an interrupt
+            (`KeyboardInterrupt`) nothing can be appended any more: what was written is unknown.
         """
         if self.broken:
             raise SessionError(self.broken)
         record = record_bytes(self.generation, self.seq + 1, changes)
         self._reserve(self.end + len(record))
+        # An interrupt between the bytes and the numbers that say where they are must not let
+        # another record follow.
+        self.broken = f"a commit to {self.file.path} was interrupted; open the session again"
         try:
             self.file.write(record, self.end)
         except KVCacheError:
@@ -170,6 +193,7 @@ class Journal:
         self.end += len(record)
         self.seq += 1
         self.n_records += 1
+        self.broken = ""
 
     def _reserve(self, end: int) -> None:
         """Reserve space up to `end`, and some ahead if there is any."""
@@ -190,6 +214,7 @@ class Journal:
         try:
             self.file.truncate(self.end)
             self._reserved = self.end
+            self.broken = ""
         except KVCacheError as error:
             self.broken = f"{self.file.path} could not be mended ({error}); open the session again"
 

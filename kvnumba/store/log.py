@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvnumba.cells import Cells
-from kvnumba.errors import KVCacheError
+from kvnumba.errors import KVCacheError, SessionError
 from kvnumba.files import File, names_in, remove, sync_folder
 from kvnumba.packs import MappedRows
 from kvnumba.store import recovery
@@ -59,6 +59,7 @@ class SessionLog:
         self._mark = File(folder / recovery.MARK)
         self._previous: int | None = None
         self._base_bytes = self._retry_at = 0
+        self._is_committing = False
 
     def begin(self) -> None:
         """Write the first checkpoint of a new session."""
@@ -94,21 +95,31 @@ class SessionLog:
         ConfigError
             If `user` holds something else than bytes.
         DiskFullError, SessionError
-            If it cannot be written: the last commit is still the one before.
+            If it cannot be written: the last commit is still the one before. After an interrupt
+            in the middle nothing can be written any more.
         """
+        if self._is_committing:
+            raise SessionError(
+                f"a commit to {self._folder} was interrupted; open the session again, it is there "
+                "as of that commit or the one before"
+            )
         changes = self._committed.changes(cells, user, search_start, self._pack_ids())
         if not changes:
             return
         before = cells.pinned.copy()
         # Until it is known whether the record got through, both states are named.
         np.bitwise_or(before, cells.used, out=cells.pinned)
+        # Still set if an interrupt comes before the record and our copy of the state agree again.
+        self._is_committing = True
         try:
             self._append(changes)
         except KVCacheError:
             if not self.journal.broken:
                 cells.pinned[:] = before
+            self._is_committing = False
             raise
         self._committed.apply(changes)
+        self._is_committing = False
         self._free_old(cells)
         self._checkpoint_if_due()
 
@@ -152,7 +163,7 @@ class SessionLog:
 
         Nothing is done when the journal is empty.
         """
-        if not self.journal.n_records or self.journal.broken:
+        if not self.journal.n_records or self.journal.broken or self._is_committing:
             return
         before, self._previous = self._previous, self.journal.generation
         try:

@@ -17,7 +17,7 @@ from kvnumba.store import checkpoint, journal
 from kvnumba.store.checkpoint import TEMPORARY, Checkpoint, read_checkpoint
 from kvnumba.store.committed import Committed
 from kvnumba.store.fingerprint import Fingerprint
-from kvnumba.store.journal import Journal, parse_blocks, read_records
+from kvnumba.store.journal import Journal, Record, later_seq, parse_blocks, read_records
 
 log = logging.getLogger(__name__)
 MARK = "reused"
@@ -179,13 +179,10 @@ def _replay(folder: Path, names: list[str], point: Checkpoint) -> Loaded:
     for generation in generations(names, "journal"):
         if generation < point.generation:
             continue
-        path = Journal.path_of(folder, generation)
-        data, end, n_records = _read_file(path), 0, 0
-        for record in read_records(data, generation, seq):
+        path, end, n_records = Journal.path_of(folder, generation), 0, 0
+        for record in _read_journal(path, generation, seq):
             committed.apply(parse_blocks(record.payload, path))
             seq, end, n_records = record.seq, record.end, n_records + 1
-        if data[end:].strip(b"\0"):
-            log.warning("%s: what follows commit %d is not whole and is dropped", path, seq)
         if generation == point.generation:
             ends = end, n_records
     committed.settle()
@@ -201,6 +198,34 @@ def _replay(folder: Path, names: list[str], point: Checkpoint) -> Loaded:
         is_plain=seq == point.seq + ends[1],
         names=names,
     )
+
+
+def _read_journal(path: Path, generation: int, seq: int) -> list[Record]:
+    """Return the records of a journal that follow commit `seq`.
+
+    Raises
+    ------
+    DamagedError
+        If one is damaged or missing though whole ones come after it: to end before it would lose
+        those.
+    """
+    data, before = _read_file(path), None
+    while True:
+        records = list(read_records(data, generation, seq))
+        last, end = (records[-1].seq, records[-1].end) if records else (seq, 0)
+        if not data[end:].strip(b"\0"):
+            return records
+        later = later_seq(data, end, generation, last)
+        if later is None:
+            log.warning("%s: what follows commit %d is not whole and is dropped", path, last)
+            return records
+        # Beside a writer, a read may have passed the place of a record just before it came.
+        if data == before:
+            raise DamagedError(
+                f"{path}: commit {last + 1} is damaged, but the whole commit {later} follows it; "
+                "nothing was changed: go back to a copy of the folder"
+            )
+        data, before = _read_file(path), data
 
 
 def _read_file(path: Path) -> bytes:

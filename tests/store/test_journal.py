@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 
 import pytest
 
 from kvnumba.errors import DamagedError, DiskFullError, SessionError, StateFormatError
 from kvnumba.store import journal as module
 from kvnumba.store.blocks import CELLS, USER
-from kvnumba.store.journal import AHEAD, Journal, parse_blocks, read_records, record_bytes
+from kvnumba.store.journal import (
+    AHEAD,
+    Journal,
+    later_seq,
+    parse_blocks,
+    read_records,
+    record_bytes,
+)
 
 RECORDS = [[(USER, b"one")], [(CELLS, b""), (USER, b"12345678")], [], [(USER, bytes(100))]]
 GENERATION, FIRST = 3, 17
@@ -180,6 +188,69 @@ def test_after_a_failed_sync_nothing_is_appended(journal, monkeypatch):
             journal.append(RECORDS[1], sync=True)
     with pytest.raises(SessionError, match="what reached the disk is unknown"):
         journal.append(RECORDS[1], sync=True)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the n-th line that is run of some functions."""
+
+    def __init__(self, functions, n):
+        self.codes, self.n = {f.__code__ for f in functions}, n
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def trace(self, frame, event, arg):
+        if frame.f_code not in self.codes:
+            return None
+        if event == "line":
+            self.n -= 1
+            if self.n == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_after_an_interrupt_every_later_record_is_read_or_refused(tmp_path, sync):
+    n = n_refused = 0
+    while True:
+        n += 1
+        (tmp_path / str(n)).mkdir()
+        journal = Journal.create(tmp_path / str(n), GENERATION, FIRST)
+        journal.append(RECORDS[0])
+        try:
+            with Interrupt([Journal.append], n):
+                journal.append(RECORDS[3], sync)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        if journal.broken:
+            with pytest.raises(SessionError, match="interrupted"):
+                journal.append(RECORDS[1], sync)
+            n_refused += 1
+            assert contents_of(journal) in ([RECORDS[0]], [RECORDS[0], RECORDS[3]])
+        else:
+            journal.append(RECORDS[1], sync)
+            assert contents_of(journal)[-1] == RECORDS[1]
+        journal.close()
+    assert n > 8
+    assert n_refused > 3
+
+
+def test_later_records_are_found_behind_a_bad_one():
+    parts = [record_bytes(GENERATION, FIRST + 1 + n, c) for n, c in enumerate(RECORDS)]
+    data = b"".join(parts)
+    assert later_seq(data, len(parts[0]), GENERATION, FIRST + 1) == FIRST + 2
+    assert later_seq(data, len(parts[0]) + 8, GENERATION, FIRST + 1) == FIRST + 3
+    last = len(data) - len(parts[-1])
+    assert later_seq(data, last, GENERATION, FIRST + 4) is None, "not later"
+    assert later_seq(data, last, GENERATION + 1, FIRST) is None, "of another journal"
+    assert later_seq(data[:-1], last, GENERATION, FIRST) is None, "not whole"
+    assert later_seq(data[:-9] + b"x" + data[-8:], last, GENERATION, FIRST) is None, "damaged"
+    assert later_seq(b"KVJ1", 0, GENERATION, FIRST) is None
 
 
 def test_a_failed_creation_leaves_nothing_open(tmp_path, monkeypatch):

@@ -40,6 +40,8 @@ from kvnumba.errors import (
     SessionNotFoundError,
     StepError,
 )
+from kvnumba.store.committed import Committed
+from kvnumba.store.journal import Journal
 from kvnumba.store.session import Session
 
 pytestmark = pytest.mark.skipif(not mapping.IS_LINUX, reason="sessions need Linux")
@@ -230,6 +232,45 @@ def test_an_interrupt_right_after_the_renaming_loses_nothing(tmp_path, monkeypat
         path = copy_session(tmp_path / "s", tmp_path / "killed")
     with Session.open(path) as session:
         assert session.tokens(0).tolist() == [1, 2]
+
+
+def test_an_interrupted_commit_ends_the_commits(tmp_path, monkeypatch):
+    """At any moment between the record and our copy of the state: no later commit is lost."""
+    places = [
+        (Journal, "append", False),
+        (Journal, "append", True),
+        (Committed, "apply", False),
+        (Committed, "apply", True),
+    ]
+    for n, (owner, name, is_after) in enumerate(places):
+        session = make_session(tmp_path / str(n))
+        add(session, [1])
+        session.commit()
+        allowed = [picture(session)]
+        add(session, [2])
+        allowed.append(picture(session))
+        real = getattr(owner, name)
+
+        def interrupted(*args, real=real, is_after=is_after):
+            if is_after:
+                real(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as m:
+            m.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.commit()
+        session.cache.seq_rm(0)
+        with pytest.raises(SessionError, match="interrupted; open the session again"):
+            session.commit()
+        session.close()
+        with Session.open(tmp_path / str(n)) as session:
+            assert picture(session) in allowed
+            add(session, [3])
+            session.commit()
+            want = picture(session)
+        with Session.open(tmp_path / str(n)) as session:
+            assert picture(session) == want
 
 
 def test_a_refused_commit_changes_nothing_and_may_be_repeated(tmp_path, monkeypatch):

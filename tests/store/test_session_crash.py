@@ -233,6 +233,59 @@ def test_a_torn_record_is_dropped_and_written_over(lived, tmp_path):
         assert session.user["next"] == b"1"
 
 
+@pytest.mark.parametrize("at", ["head", "seq", "payload", "sum"])
+def test_damage_before_whole_commits_is_refused_and_nothing_cut(lived, tmp_path, at):
+    path = copy_session(lived[0], tmp_path / "s")
+    name = names_by_age(path)[1]
+    data = bytearray((path / name).read_bytes())
+    point = recovery.load(path).point
+    records = list(read_records(bytes(data), point.generation, point.seq))
+    assert len(records) > 2
+    start, end = records[0].end, records[1].end
+    data[{"head": start, "seq": start + 24, "payload": start + 50, "sum": end - 1}[at]] ^= 1
+    (path / name).write_bytes(data)
+    for call in (Session.open, Session.inspect):
+        with pytest.raises(DamagedError, match=f"{name}: commit {records[1].seq} is damaged"):
+            call(path)
+    assert (path / name).read_bytes() == data
+
+    # The last one damaged is a torn end, and dropped.
+    data = bytearray((lived[0] / name).read_bytes())
+    data[records[-1].end - 1] ^= 1
+    (path / name).write_bytes(data)
+    (path / recovery.MARK).write_bytes(recovery.mark_bytes(0))
+    assert Session.inspect(path).n_commits == records[-2].seq
+
+
+def test_a_lost_end_of_the_journal_before_is_damage(lived, tmp_path):
+    """With the newest checkpoint damaged, commits of its journal need the whole one before."""
+    path = copy_session(lived[0], tmp_path / "s")
+    base, _, _, before = names_by_age(path)[:4]
+    os.truncate(path / base, 100)
+    assert loads_as(path) is not None
+    os.truncate(path / before, len((path / before).read_bytes().rstrip(b"\0")) // 2)
+    with pytest.raises(DamagedError, match="is damaged, but the whole commit"):
+        Session.open(path)
+
+
+def test_a_reader_that_passed_a_record_before_it_came_reads_again(lived, tmp_path, monkeypatch):
+    path = copy_session(lived[0], tmp_path / "s")
+    want, real, seen = loads_as(path), recovery._read_file, []
+    name = names_by_age(path)[1]
+
+    def overtaken(file):
+        data = real(file)
+        if file.name == name:
+            seen.append(file)
+            if len(seen) == 1:
+                data = data[:8] + bytes(40) + data[48:]
+        return data
+
+    monkeypatch.setattr(recovery, "_read_file", overtaken)
+    assert loads_as(path) == want
+    assert len(seen) == 2
+
+
 def test_a_session_that_was_never_finished_may_be_made_again(tmp_path):
     path = tmp_path / "s"
     path.mkdir()
