@@ -5,6 +5,7 @@ Importing the package is cheap; Numba is loaded when a name that needs it is fir
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvnumba.unified import UnifiedCache
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "Batch",

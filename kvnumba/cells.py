@@ -24,6 +24,11 @@ _BROKEN = {
 }
 
 
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number; True and False are none here."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 class Cells:
     """Metadata of `n_cells` cells and `n_seq_max` sequences, as a structure of arrays.
 
@@ -63,8 +68,7 @@ class Cells:
         SequenceError
             If it lies outside ``[0, n_seq_max)`` (and is not -1, where that means all).
         """
-        is_id = isinstance(seq_id, (int, np.integer)) and not isinstance(seq_id, bool)
-        if is_id and (0 <= seq_id < self.n_seq_max or (allow_all and seq_id == -1)):
+        if is_whole(seq_id) and (0 <= seq_id < self.n_seq_max or (allow_all and seq_id == -1)):
             return int(seq_id)
         allowed = f"[0, {self.n_seq_max})" + (" or -1 for all" if allow_all else "")
         raise SequenceError(
@@ -81,7 +85,7 @@ class Cells:
             If a bound is not a whole number.
         """
         for p in (p0, p1):
-            if not isinstance(p, (int, np.integer)) or isinstance(p, bool):
+            if not is_whole(p):
                 raise PositionError(f"position bound {p!r} is not a whole number")
         low = 0 if p0 < 0 else min(int(p0), NO_END)
         high = NO_END if p1 < 0 else min(int(p1), NO_END)

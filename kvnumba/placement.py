@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvnumba.cells import Cells
+from kvnumba.cells import Cells, is_whole
 from kvnumba.config import CacheConfig
 from kvnumba.errors import CacheFullError, NoSlotError, ShapeError
 from kvnumba.kernels import slots
@@ -45,7 +45,7 @@ class Placement:
         ShapeError, CacheFullError
             If it is no count, or more than ``n_ctx``.
         """
-        if not isinstance(n_tokens, (int, np.integer)) or n_tokens < 0:
+        if not is_whole(n_tokens) or n_tokens < 0:
             raise ShapeError(f"n_tokens {n_tokens!r} must be a whole number of at least 0")
         if n_tokens > self._config.n_ctx:
             raise CacheFullError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvnumba.cells import is_whole
+from kvnumba.config import MAX_SEQ
 from kvnumba.errors import SequenceError
 from kvnumba.view import CacheView
 
@@ -81,8 +81,10 @@ class CellQueries:
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """Return a copy of the cells' state, listing at most `n_seq_max` owners per cell."""
         n = self.config.n_seq_max if n_seq_max is None else n_seq_max
-        if not isinstance(n, (int, np.integer)) or n < 0:
-            raise SequenceError(f"n_seq_max {n_seq_max!r} must be a whole number of at least 0")
+        if not is_whole(n) or not 0 <= n <= MAX_SEQ:
+            raise SequenceError(
+                f"n_seq_max {n_seq_max!r} must be a whole number from 0 to {MAX_SEQ}"
+            )
         return CacheView.of(self.cells, int(n))
 
     def fragmentation(self) -> float:

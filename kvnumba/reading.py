@@ -20,12 +20,18 @@ class Reader:
 
     The visible cells of a ubatch are listed once and serve all layers; the lists live in buffers
     that are kept, so that a call allocates nothing that grows with the cache.
+
+    Attributes
+    ----------
+    n_look_ups : int
+        Calls of `look_up` so far; lists of an earlier one are overwritten.
     """
 
     def __init__(self, config: CacheConfig, cells: Cells, layers: KVLayers):
         self._config, self._cells, self._layers = config, cells, layers
         self._scratch = Scratch()
         self._buffers: list[np.ndarray] = []
+        self.n_look_ups = 0
 
     def look_up(self, pos: np.ndarray, first_ids: np.ndarray) -> list[tuple[Any, ...]]:
         """List the cells that tokens at `pos` see through their first sequence.
@@ -41,6 +47,7 @@ class Reader:
             positions, and the sequence's cells up to the greatest of them. Valid until the next
             call.
         """
+        self.n_look_ups += 1
         groups = []
         for g, s in enumerate(dict.fromkeys(first_ids.tolist())):
             rows = np.flatnonzero(first_ids == s)
@@ -73,6 +80,7 @@ class Reader:
         """Attend from `q` to the listed cells of layer `il`; see `UnifiedCache.attend`."""
         config = self._config
         out = self._checked(il, q, groups, out)
+        _check_options(scale, window, soft_cap)
         for rows, q_pos, cells, cell_pos in groups:
             adjacent = isinstance(rows, slice)
             part = out[rows] if adjacent else np.empty((len(rows), *out.shape[1:]), np.float32)
@@ -101,11 +109,14 @@ class Reader:
         self, il: int, q: np.ndarray, groups: list[tuple[Any, ...]], out: np.ndarray | None
     ) -> np.ndarray:
         config = self._config
-        if not 0 <= il < config.n_layer:
-            raise ConfigError(f"layer {il} is outside [0, {config.n_layer})")
+        if not isinstance(il, (int, np.integer)) or not 0 <= il < config.n_layer:
+            raise ConfigError(f"layer {il!r} is outside [0, {config.n_layer})")
         n_head_kv, n_tokens = config.n_kv_heads(il), sum(len(g[1]) for g in groups)
+        if not isinstance(q, np.ndarray) or not isinstance(out, np.ndarray | None):
+            raise ShapeError("q and out must be numpy arrays")
         if (
             q.ndim != 3
+            or q.shape[1] == 0
             or q.dtype != np.float32
             or q.shape[0] != n_tokens
             or q.shape[1] % n_head_kv
@@ -118,8 +129,18 @@ class Reader:
         shape = (n_tokens, q.shape[1], config.v_head_dim(il))
         if out is None:
             return np.empty(shape, np.float32)
-        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        if out.shape != shape or out.dtype != np.float32 or not out.flags.carray:
             raise ShapeError(
-                f"out is {out.dtype} {out.shape}; float32 {list(shape)} in C order wanted"
+                f"out is {out.dtype} {out.shape}; writable float32 {list(shape)} in C order wanted"
             )
         return out
+
+
+def _check_options(scale: Any, window: Any, soft_cap: Any) -> None:
+    number = (int, float, np.integer, np.floating)
+    if scale is not None and not (isinstance(scale, number) and math.isfinite(scale)):
+        raise ConfigError(f"scale {scale!r} must be a finite number")
+    if not isinstance(window, (int, np.integer)) or window < 0:
+        raise ConfigError(f"window {window!r} must be a whole number of at least 0 (0: no window)")
+    if not (isinstance(soft_cap, number) and math.isfinite(soft_cap) and soft_cap >= 0):
+        raise ConfigError(f"soft_cap {soft_cap!r} must be a finite number of at least 0 (0: none)")

@@ -31,12 +31,18 @@ class Step:
     def __init__(self, steps: Steps, batch: Batch, cells: np.ndarray):
         self._steps, self.batch, self.cells = steps, batch, cells
         self._state = "planned"
-        self._groups: list[tuple[Any, ...]] | None = None
+        self._groups: list[tuple[Any, ...]] = []
+        self._looked_up = -1
 
     @property
     def state(self) -> str:
         """``"planned"``, ``"applied"``, ``"committed"`` or ``"rolled back"``."""
         return self._state
+
+    @property
+    def version(self) -> int:
+        """The cache's version that the batch was prepared or last worked at."""
+        return self._steps.version
 
     @property
     def pos(self) -> np.ndarray:
@@ -62,7 +68,7 @@ class Step:
             If the step was applied before, or the cache changed since it was prepared.
         """
         self._expect("planned", "apply")
-        self._steps.cache._apply(self)
+        self._steps.version = self._steps.cache._apply(self)
         self._state = "applied"
         return self
 
@@ -76,6 +82,7 @@ class Step:
             K already rotated for the tokens' positions.
         """
         self._expect("applied", "write")
+        self._steps.cache._check_pending(self.cells)
         self._steps.cache.layers.write(il, self.cells, k, v)
 
     def attend(
@@ -86,10 +93,12 @@ class Step:
         Parameters, returns: as `UnifiedCache.attend`.
         """
         self._expect("applied", "attend")
-        if self._groups is None or self._steps.reading is not self:
-            self._groups = self._steps.cache.reader.look_up(self.pos, self.batch.first_ids())
-            self._steps.reading = self
-        return self._steps.cache.reader.attend(il, q, self._groups, out, **options)
+        reader = self._steps.cache.reader
+        if self._looked_up != reader.n_look_ups:  # someone else has used the buffers since
+            self._steps.cache._check_pending(self.cells)
+            self._groups = reader.look_up(self.pos, self.batch.first_ids())
+            self._looked_up = reader.n_look_ups
+        return reader.attend(il, q, self._groups, out, **options)
 
     def commit(self) -> None:
         """Accept the tokens: they stay."""
@@ -100,7 +109,9 @@ class Step:
     def rollback(self) -> None:
         """Undo the placement: the cells are empty again."""
         self._expect("applied", "rollback")
+        self._steps.cache._check_pending(self.cells)
         self._steps.cache._undo(self.cells)
+        self._steps.version = self._steps.cache._version
         self._state = "rolled back"
 
     def __enter__(self) -> Step:
@@ -131,7 +142,6 @@ class Steps(Sequence[Step]):
 
     def __init__(self, cache: UnifiedCache, batch: Batch, slots: list[np.ndarray], version: int):
         self.cache, self.batch, self.version = cache, batch, version
-        self.reading: Step | None = None
         self._steps: list[Step] = []
         start = 0
         for cells in slots:
@@ -157,12 +167,13 @@ class Steps(Sequence[Step]):
         Raises
         ------
         StepError
-            If the cache was changed by anything else meanwhile.
+            If the cache was changed by anything but this batch's steps meanwhile.
         """
         done = [s for s in self._steps if s.state in ("applied", "committed")]
         if not done:
             return
         self.cache._check_version(self.version)
         self.cache._undo(np.concatenate([s.cells for s in done]))
+        self.version = self.cache._version
         for s in done:
             s._state = "rolled back"

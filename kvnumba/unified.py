@@ -10,7 +10,7 @@ import numpy as np
 
 from kvnumba import upkeep
 from kvnumba.batch import Batch, checked_positions, int32_array, pack_ids
-from kvnumba.cells import Cells
+from kvnumba.cells import Cells, is_whole
 from kvnumba.config import CacheConfig
 from kvnumba.errors import (
     ConfigError,
@@ -169,25 +169,37 @@ class UnifiedCache(SequenceVerbs):
             if self._pending:
                 self._undo(np.concatenate(self._pending))
 
+    def _check_pending(self, cells: np.ndarray) -> None:
+        if not any(p is cells for p in self._pending):
+            raise StepError(
+                "this step's tokens are no longer pending: the cache was committed, rolled back or "
+                "cleared meanwhile"
+            )
+
     def _accept(self, cells: np.ndarray) -> None:
         with self.guard:
+            self._check_pending(cells)
             self._pending = [p for p in self._pending if p is not cells]
             self.placement.accepted(cells)
 
     def _undo(self, cells: np.ndarray) -> None:
         with self.guard:
+            self._changed()
             kernels.drop_cells_kernel(*self.cells.state, cells)
             gone = set(cells.tolist())
-            self._pending = [p for p in self._pending if len(p) and int(p[0]) not in gone]
+            self._pending = [p for p in self._pending if int(p[0]) not in gone]
             if len(cells):
                 self.placement.freed(int(cells.min()))
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: Step) -> int:
+        """Place a step's tokens; return the version by which its batch is known from now on."""
         with self.guard:
-            self._check_version(step._steps.version)
+            self._check_version(step.version)
             batch = step.batch
+            self._changed()  # batches prepared beside this one may have planned the same cells
             self.placement.began(step.cells)
             self._place(step.cells, step.pos, batch.tokens, batch.id_start, batch.ids)
+            return self._version
 
     def _check_version(self, version: int) -> None:
         if version != self._version:
@@ -211,7 +223,8 @@ class UnifiedCache(SequenceVerbs):
         Raises
         ------
         NoSlotError, CacheFullError
-            If not all of it fits: nothing is placed.
+            If not all of it fits: nothing is placed. (Deferred work that was asked for before, a
+            shift or a defragmentation, may have been done.)
         DiskFullError
             If the files cannot grow by that much.
         SequenceError, PositionError, ShapeError, StepError
@@ -220,7 +233,7 @@ class UnifiedCache(SequenceVerbs):
         batch = batch if isinstance(batch, Batch) else Batch(batch)
         if n_ubatch is None:
             n_ubatch = self.config.n_ubatch
-        if not isinstance(n_ubatch, (int, np.integer)) or n_ubatch < 1:
+        if not is_whole(n_ubatch) or n_ubatch < 1:
             raise ConfigError(f"n_ubatch {n_ubatch!r} must be a whole number of at least 1")
         if batch.n_tokens > self.config.n_batch:
             raise ShapeError(
@@ -232,6 +245,8 @@ class UnifiedCache(SequenceVerbs):
         with self.guard:
             self._check_none_pending()
             batch = self.cells.with_positions(batch)
+            if not self.placement.is_ring:  # refuse before the deferred work, where that is certain
+                self.placement.check_limit(batch.n_tokens)
             self._update()
             plan = self.placement.plan(batch.n_tokens, int(n_ubatch))
             self.layers.reserve(max((int(c.max()) + 1 for c in plan), default=0))
@@ -249,6 +264,8 @@ class UnifiedCache(SequenceVerbs):
             touched. (Rows that a session's last commit names are kept.)
         """
         with self.guard:
+            if data:
+                self.layers.check_writable()
             self._changed()
             self.cells.clear()
             self._pending.clear()
@@ -300,10 +317,9 @@ class UnifiedCache(SequenceVerbs):
         max_moves : int, optional
             Most runs of adjacent cells to move; default: no limit.
         """
-        if max_moves is not None and (not isinstance(max_moves, int) or max_moves < 0):
-            raise ConfigError(f"max_moves {max_moves!r} must be a whole number of at least 0")
+        limit = _move_limit(max_moves)
         with self.guard:
-            self._defrag_limit = NO_LIMIT if max_moves is None else max_moves
+            self._defrag_limit = limit
 
     def defrag_plan(self, max_moves: int | None = None) -> tuple[np.ndarray, np.ndarray, int]:
         """Plan a defragmentation; nothing is changed.
@@ -315,13 +331,15 @@ class UnifiedCache(SequenceVerbs):
         n_moves : int
             Runs of adjacent cells among them.
         """
-        return upkeep.plan_defrag(self.cells, NO_LIMIT if max_moves is None else max_moves)
+        return upkeep.plan_defrag(self.cells, _move_limit(max_moves))
 
     def defrag_sched(self, threshold: float) -> bool:
         """Ask for a defragmentation if it is worth it; returns whether it was asked for.
 
         As in the reference: at least 2048 cells in reach, and `fragmentation` above `threshold`.
         """
+        if not isinstance(threshold, (int, float, np.integer, np.floating)):
+            raise ConfigError(f"threshold {threshold!r} must be a number")
         if threshold <= 0 or self.n_kv() < 2048 or self.fragmentation() <= threshold:
             return False
         self.defrag()
@@ -401,3 +419,11 @@ class UnifiedCache(SequenceVerbs):
             f"UnifiedCache({c.n_layer} layers, {self.used}/{c.n_ctx} cells used, "
             f"K {c.type_k}, V {c.type_v}, {self.size_bytes / 2**20:.1f} MiB)"
         )
+
+
+def _move_limit(max_moves: Any) -> int:
+    if max_moves is None:
+        return NO_LIMIT
+    if not is_whole(max_moves) or max_moves < 0:
+        raise ConfigError(f"max_moves {max_moves!r} must be a whole number of at least 0")
+    return min(int(max_moves), NO_LIMIT)

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvnumba import upkeep
 from kvnumba.batch import MAX_POS
+from kvnumba.cells import is_whole
 from kvnumba.errors import CannotShiftError, PositionError, SharedCellError, StepError
 from kvnumba.guard import Guard
 from kvnumba.kernels import cells as kernels
@@ -119,7 +120,7 @@ class SequenceVerbs(CellQueries):
             ``shared="refuse"``; ``shared="copy"`` and not enough free cells.
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), self.cells.check_range(p0, p1)
-        if not isinstance(delta, (int, np.integer)) or abs(int(delta)) > MAX_POS:
+        if not is_whole(delta) or abs(int(delta)) > MAX_POS:
             raise PositionError(f"delta {delta!r} must be a whole number within +-{MAX_POS}")
         if delta == 0 or p0 == p1:
             return
@@ -130,8 +131,8 @@ class SequenceVerbs(CellQueries):
                     f"position {high} + {delta} is beyond {MAX_POS}; use a smaller delta"
                 )
             self._before_shift(s, p0, p1)
+            self.has_shift = True  # first: an interruption must not leave shifts that nobody knows
             n_freed, first = kernels.seq_add_kernel(*self.cells.state, s, p0, p1, int(delta))
-            self.has_shift = True
             self.search_start = int(first) if n_freed else 0
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
@@ -147,15 +148,15 @@ class SequenceVerbs(CellQueries):
             As in `seq_add`.
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), self.cells.check_range(p0, p1)
-        if not isinstance(d, (int, np.integer)) or not 1 <= d <= MAX_POS:
+        if not is_whole(d) or not 1 <= d <= MAX_POS:
             raise PositionError(f"divisor {d!r} must be a whole number from 1 to {MAX_POS}")
         if d == 1 or p0 == p1:
             return
         with self.guard:
             self._before_shift(s, p0, p1)
             c = self.cells
-            kernels.seq_div_kernel(c.pos, c.shift, c.seq, s, p0, p1, int(d))
             self.has_shift = True
+            kernels.seq_div_kernel(c.pos, c.shift, c.seq, s, p0, p1, int(d))
 
     def _before_shift(self, seq_id: int, p0: int, p1: int) -> None:
         self._check_none_pending()

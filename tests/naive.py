@@ -295,7 +295,8 @@ class NaiveCells:
     def prepare(self, pos, seq_ids, n_ubatch):
         """Plan a batch: update, then find a slot for each ubatch, on trial.
 
-        Return positions and slots. Each slot is to be placed and accepted in turn.
+        Return positions and slots. Each slot is to be placed and accepted in turn. Where any free
+        cells will do, too few of them are refused before the update: nothing is changed.
         """
         for ids in seq_ids:
             for s in ids:
@@ -304,6 +305,8 @@ class NaiveCells:
             raise NeverFitsError(f"{len(seq_ids)} of {self.n_ctx}")
         self.check_none_pending()
         pos = self.counted_on(seq_ids) if pos is None else pos
+        if self.placement == "scatter" and len(seq_ids) > self.n_free:
+            raise NoSlotError(f"{len(seq_ids)} of {self.n_free}")
         self.update()
         if self.placement == "scatter" and len(seq_ids) > self.n_free:
             raise NoSlotError(f"{len(seq_ids)} of {self.n_free}")

@@ -148,6 +148,60 @@ def test_calls_out_of_order_are_refused():
         later.apply()
 
 
+def test_of_two_prepared_batches_only_the_first_may_be_placed():
+    cache = make()
+    first, second = cache.prepare(np.arange(6)), cache.prepare(Batch([1, 2], seq_ids=1))
+    with first[0]:
+        pass
+    with pytest.raises(StepError, match="changed"):
+        second[0].apply()
+    with first[1]:
+        pass
+    assert (cache.used, cache.seq_pos_max(1)) == (6, -1)
+    cache.check()
+
+
+@pytest.mark.parametrize("end", ["rollback", "clear", "commit"])
+def test_a_step_whose_tokens_are_gone_touches_nobody_else_s(end):
+    cache = make()
+    (step,) = cache.prepare([1, 2])
+    step.apply()
+    getattr(cache, end)()
+    if end == "commit":
+        cache.seq_rm(0)
+    fill(cache, 2, seq_ids=1)
+    before = state(cache)
+    row = np.zeros((2, WIDTH), np.float32)
+    for call in (step.rollback, step.commit, lambda: step.write(0, row, row)):
+        with pytest.raises(StepError, match="no longer pending"):
+            call()
+    assert state(cache) == before
+
+
+def test_a_batch_is_not_rolled_back_under_a_later_one():
+    cache = make()
+    first = cache.prepare([1, 2])
+    with first[0]:
+        pass
+    fill(cache, 2)
+    before = state(cache)
+    with pytest.raises(StepError, match="changed"):
+        first.rollback()
+    assert state(cache) == before
+
+
+def test_a_refused_batch_leaves_deferred_work_undone():
+    cache = make()
+    fill(cache, 12)
+    cache.seq_rm(0, 2, 4)
+    cache.seq_add(0, 4, -1, -2)
+    cache.defrag()
+    before = state(cache)
+    with pytest.raises(NoSlotError):
+        cache.prepare(np.arange(7))
+    assert state(cache) == before
+
+
 def test_place_by_hand_commit_and_rollback():
     cache = make()
     cells = cache.find_slot(3)
@@ -203,6 +257,20 @@ def test_place_refuses_and_changes_nothing(args, error):
         (lambda c: c.seq_div(0, 0, -1, 0), PositionError),
         (lambda c: c.seq_div(0, 0, -1, -2), PositionError),
         (lambda c: c.seq_pos_max(4), SequenceError),
+        (lambda c: c.seq_add(0, 0, -1, True), PositionError),
+        (lambda c: c.find_slot(True), ShapeError),
+        (lambda c: c.defrag_plan("x"), ConfigError),
+        (lambda c: c.defrag_plan(-1), ConfigError),
+        (lambda c: c.defrag_sched(None), ConfigError),
+        (lambda c: c.view(10**12), SequenceError),
+        (lambda c: c.attend(0, [[[0.0] * 8] * 2], [0]), ShapeError),
+        (lambda c: c.attend(0.0, np.zeros((1, 2, 8), np.float32), [0]), ConfigError),
+        (lambda c: c.attend(0, np.zeros((1, 0, 8), np.float32), [0]), ShapeError),
+        (lambda c: c.attend(0, np.zeros((1, 2, 8), np.float32), [0], window=-1), ConfigError),
+        (lambda c: c.attend(0, np.zeros((1, 2, 8), np.float32), [0], window=1.5), ConfigError),
+        (lambda c: c.attend(0, np.zeros((1, 2, 8), np.float32), [0], soft_cap=-1), ConfigError),
+        (lambda c: c.attend(0, np.zeros((1, 2, 8), np.float32), [0], scale="a"), ConfigError),
+        (lambda c: c.attend(0, np.zeros((1, 2, 8), np.float32), [0], out=[0]), ShapeError),
         (lambda c: c.find_slot(-1), ShapeError),
         (lambda c: c.find_slot(17), CacheFullError),
         (lambda c: c.prepare([1], n_ubatch=0), ConfigError),
@@ -507,6 +575,20 @@ def test_step_attends_to_its_own_tokens_too():
         assert step.attend(0, q, out) is out
     want = naive_attention(cache, 0, q, step.pos, [1, 0, 1])
     np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+def test_attention_of_the_cache_between_two_of_a_step_changes_nothing():
+    cache = make()
+    fill(cache, 5, seq_ids=1)
+    rng = np.random.default_rng(5)
+    (step,) = cache.prepare(Batch([1, 2, 3]))
+    with step:
+        for il in range(2):
+            step.write(il, *rng.standard_normal((2, 3, WIDTH), np.float32))
+        q = rng.standard_normal((3, 2, HEAD_DIM), np.float32)
+        want = step.attend(1, q)
+        cache.attend(0, q[:1], [4], 1)
+        np.testing.assert_array_equal(step.attend(1, q), want)
 
 
 # -- one thread of one process ------------------------------------------------------------------

@@ -78,7 +78,7 @@ def defrag_plan_kernel(used, pinned, n_kv, n_used, max_moves, ids, src, dst):
         n_hole_filled = 0
         in_run = False
         for i1 in range(max(first, i0 + n_hole), n_kv):
-            if n_hole_filled == n_found or n_hole_filled == n_hole:
+            if n_hole_filled >= min(n_found, n_hole):
                 break
             if not _bit(used, i1) or ids[i1] != n_kv:
                 if n_moves == max_moves:

@@ -19,8 +19,32 @@ JIT = not _numba_config.DISABLE_JIT
 """False under ``NUMBA_DISABLE_JIT=1``: intrinsics must then be replaced by their plain twins."""
 
 
+def _sources_stamp() -> tuple[tuple[str, int, int], ...]:
+    """Return name, time and size of every file with kernels.
+
+    Numba looks at the file of the function alone; a helper or an intrinsic that changed in another
+    file would leave old machine code in use.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    stamp = []
+    for folder in ("kernels", os.path.join("runner", "kernels")):
+        with os.scandir(os.path.join(package, folder)) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py"):
+                    info = entry.stat()
+                    stamp.append((entry.name, info.st_mtime_ns, info.st_size))
+    return tuple(sorted(stamp))
+
+
+_STAMP = _sources_stamp()
+
+
 class _TolerantCache(FunctionCache):
     """Numba's disk cache, except that a damaged or read-only one only costs a compilation."""
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, _STAMP)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
