@@ -279,6 +279,26 @@ def test_run_refusals(capsys, golden, tiny, tmp_path):
         assert named in refused(capsys, *argv), argv
 
 
+def test_a_refused_run_makes_and_grows_no_session(capsys, tiny, tmp_path):
+    session = tmp_path / "s"
+    base = ["run", "--model", tiny, "--session", session]
+    refused(capsys, *base, "--chat", "--prompt", "hi")
+    refused(capsys, *base, "--tokens", "1,2,3,4", "--n-ctx", 3)
+    assert not session.exists()
+    run_json(capsys, *base, "--tokens", "1,2,3", "--n-ctx", 8, "--n-predict", 1)
+    before = sorted((p.name, p.stat().st_size) for p in session.iterdir())
+    refused(capsys, *base, "--tokens", tokens_of(*range(1, 40)), "--n-ctx", 16)
+    assert sorted((p.name, p.stat().st_size) for p in session.iterdir()) == before
+
+
+def test_nobody_reads_the_output(tiny):
+    command = (
+        f"{sys.executable} -m kvnumba run --model {tiny} --tokens 1 --n-predict 40 | head -c 1"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
 def test_run_refuses_a_foreign_folder(capsys, tiny, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refused(capsys, "run", "--model", tiny, "--tokens", "1", "--session", tmp_path)

@@ -142,6 +142,43 @@ def test_ctrl_c_keeps_the_ubatches_that_are_done(tiny, tmp_path):
         assert generate(tiny, session, PROMPT, 3).tokens == unbroken(tiny, PROMPT, 3).tokens
 
 
+@pytest.mark.parametrize("n_lines", range(1, 400, 7))
+def test_ctrl_c_at_any_line_keeps_every_token_once(tiny, tmp_path, n_lines):
+    """KeyboardInterrupt at the n-th line of the generator's own code while decoding."""
+    seen = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(("generate.py", "steps.py", "unified.py")):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == n_lines:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    with create(tiny, tmp_path / "s") as session:
+        generator = Generator(tiny.net, session.cache, session)
+        before = sys.gettrace()
+
+        def start(token):
+            if sys.gettrace() is before:
+                sys.settrace(trace)
+
+        try:
+            result = generator.run(PROMPT, 6, Sampler(), frozenset(), on_token=start)
+        except KeyboardInterrupt:  # outside of the part that answers it
+            pytest.skip("the line is not one of the run's")
+        finally:
+            sys.settrace(before)
+        held = generator.held_tokens().tolist()
+        stream = [*PROMPT.tolist(), *unbroken(tiny, PROMPT, 6).tokens]
+        assert held == stream[: len(held)]
+        assert held == [*PROMPT.tolist(), *result.tokens]
+        assert session.cache.n_pending == 0
+
+
 _KILLED = """
 import os, signal, sys
 import numpy as np

@@ -47,12 +47,13 @@ def run_command(argv: Sequence[str]) -> int:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     try:
         code: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KVCacheError as error:
         return _fail(args, error)
-    except BrokenPipeError:  # the reader of our output has gone: nothing more to say
+    except BrokenPipeError:  # the reader of our output has gone; Python flushes again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+        return _fail(args, "nobody reads the output any more")
     except OSError as error:
         return _fail(args, error)
     except KeyboardInterrupt:

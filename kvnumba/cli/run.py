@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvnumba.cli.output import Progress, print_json
+from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, SessionNotFoundError
 
 DESCRIPTION = (
@@ -42,12 +43,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do the command; return its exit code."""
-    from kvnumba.runner.generate import Generator
+    from kvnumba.runner.generate import Generator, check_prompt, held_tokens
     from kvnumba.runner.loading import Model
     from kvnumba.runner.prompt import parse_token_list, prompt_tokens, read_text
     from kvnumba.runner.sampling import Sampler
 
-    if args.tokens is not None and (args.file or args.prompt is not None or args.chat):
+    if args.tokens is not None and (args.file is not None or args.prompt is not None or args.chat):
         raise ConfigError("--tokens cannot be combined with --file, --prompt or --chat")
     if args.n_predict < 0:
         raise ConfigError(f"--n-predict {args.n_predict} must be at least 0")
@@ -57,18 +58,19 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     model = Model(args.model)
     load_ms = (time.perf_counter() - start) * 1e3
-    if args.tokens is not None:
+    info = _stored(args.session)
+    config = _config(model, args, info)
+    if text is None:
         prompt = parse_token_list(args.tokens, model.net.n_vocab)
-    elif not args.chat:
-        prompt = prompt_tokens(model.tokenizer, text or "", False, np.empty(0, np.int32))
+    else:
+        held = np.empty(0, np.int32) if info is None else held_tokens(info.cells, info.user)
+        prompt = prompt_tokens(model.tokenizer, text, args.chat, held)
+    check_prompt(prompt, config)  # before a session is made or grown
 
-    cache, session, restore_ms = _open_cache(model, args)
+    cache, session, restore_ms = _open_cache(model, args, config, info)
     try:
-        generator = Generator(model.net, cache, session)
-        if args.chat:
-            prompt = prompt_tokens(model.tokenizer, text or "", True, generator.held_tokens())
         stream = None if args.json else _Stream(model.tokenizer)
-        result = generator.run(
+        result = Generator(model.net, cache, session).run(
             prompt,
             args.n_predict,
             sampler,
@@ -82,30 +84,45 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open_cache(model: Any, args: argparse.Namespace) -> tuple[Any, Any, float | None]:
-    """Return cache, session, and the milliseconds that opening the session took."""
-    from kvnumba.unified import UnifiedCache
-
-    types = {"type_k": args.type_k, "type_v": args.type_v}
-    given = {k: v for k, v in types.items() if v is not None}
-    n_ctx = model.net.n_ctx_train if args.n_ctx is None else args.n_ctx
-    if args.session is None:
-        return UnifiedCache(model.net.config(n_ctx=n_ctx, **given)), None, None
+def _stored(path: str | None) -> Any:
+    """Return what the session holds; None when there is none yet."""
+    if path is None:
+        return None
     from kvnumba.store.session import Session
 
     try:
-        config = Session.read_config(args.session)
+        return Session.inspect(path)
     except SessionNotFoundError:
-        config = model.net.config(n_ctx=n_ctx, **given)
-        fingerprint = model.fingerprint(config)
-        start = time.perf_counter()
-        session = Session.create(args.session, config, fingerprint)
-        return session.cache, session, (time.perf_counter() - start) * 1e3
-    kept = {"type_k": config.type_k, "type_v": config.type_v} | given
-    wanted = model.net.config(n_ctx=args.n_ctx or config.n_ctx, **kept)
-    fingerprint = model.fingerprint(wanted)
+        return None
+
+
+def _config(model: Any, args: argparse.Namespace, info: Any) -> CacheConfig:
+    """Return the cache that is asked for; options left out are the session's."""
+    types = {"type_k": args.type_k, "type_v": args.type_v}
+    given = {k: v for k, v in types.items() if v is not None}
+    n_ctx = model.net.n_ctx_train
+    if info is not None:
+        given = {"type_k": info.config.type_k, "type_v": info.config.type_v} | given
+        n_ctx = info.config.n_ctx
+    return model.net.config(n_ctx=n_ctx if args.n_ctx is None else args.n_ctx, **given)
+
+
+def _open_cache(
+    model: Any, args: argparse.Namespace, config: CacheConfig, info: Any
+) -> tuple[Any, Any, float | None]:
+    """Return cache, session, and the milliseconds that opening the session took."""
+    from kvnumba.unified import UnifiedCache
+
+    if args.session is None:
+        return UnifiedCache(config), None, None
+    from kvnumba.store.session import Session
+
+    fingerprint = model.fingerprint(config)
     start = time.perf_counter()
-    session = Session.open(args.session, fingerprint, n_ctx=args.n_ctx)
+    if info is None:
+        session = Session.create(args.session, config, fingerprint)
+    else:
+        session = Session.open(args.session, fingerprint, n_ctx=args.n_ctx)
     return session.cache, session, (time.perf_counter() - start) * 1e3
 
 

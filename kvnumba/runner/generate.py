@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvnumba.batch import Batch
+from kvnumba.cells import Cells
+from kvnumba.config import CacheConfig
 from kvnumba.errors import CacheFullError, ConfigError
 from kvnumba.prefix import n_reusable
 from kvnumba.runner.sampling import Sampler
@@ -22,6 +24,29 @@ if TYPE_CHECKING:
 SEQ = 0
 _TAIL = "tail"  # tokens that were generated but have no cell yet
 _COST = "prefill_cost"  # tokens read so far, and the milliseconds they took
+
+
+def held_tokens(cells: Cells, user: Mapping[str, bytes]) -> np.ndarray:
+    """Return the tokens that a session holds, a last one without a cell included, int32."""
+    return np.concatenate([cells.tokens_of(SEQ), np.frombuffer(user.get(_TAIL, b""), np.int32)])
+
+
+def check_prompt(prompt: np.ndarray, config: CacheConfig) -> None:
+    """Test that a prompt fits a cache.
+
+    Raises
+    ------
+    ConfigError, CacheFullError
+        If it is empty, or longer than ``n_ctx``.
+    """
+    if not len(prompt):
+        raise ConfigError("the prompt is empty; give at least one token")
+    if len(prompt) > config.n_ctx:
+        raise CacheFullError(
+            f"the prompt has {len(prompt)} tokens, n_ctx is {config.n_ctx}; raise --n-ctx",
+            len(prompt),
+            config.n_ctx,
+        )
 
 
 @dataclass
@@ -68,6 +93,7 @@ class Generator:
 
     def __init__(self, model: Any, cache: UnifiedCache, session: Session | None = None):
         self.model, self.cache, self.session = model, cache, session
+        self._stream: list[int] = []  # the prompt, and what was sampled
 
     def cached_tokens(self) -> np.ndarray:
         """Return the tokens that have a cell, in order, int32."""
@@ -75,8 +101,7 @@ class Generator:
 
     def held_tokens(self) -> np.ndarray:
         """Return all tokens of the conversation: the cached ones and a last one without a cell."""
-        tail = b"" if self.session is None else self.session.user.get(_TAIL, b"")
-        return np.concatenate([self.cached_tokens(), np.frombuffer(tail, np.int32)])
+        return held_tokens(self.cache.cells, {} if self.session is None else self.session.user)
 
     def run(
         self,
@@ -107,7 +132,7 @@ class Generator:
         DiskFullError
             If the session cannot grow; what was committed before stays.
         """
-        self._check(prompt, n_predict)
+        check_prompt(prompt, self.cache.config)
         held = self.cached_tokens()
         n_reused = n_reusable(held, prompt)
         result = Result(
@@ -115,8 +140,9 @@ class Generator:
         )
         result.n_dropped = self._n_dropped(prompt, n_reused)
         result.reread_ms = self._reread_ms(n_reused)
+        self._stream = prompt.tolist()
         self.cache.seq_rm(SEQ, n_reused, -1)
-        self._set_tail(b"")
+        self._keep_tail(len(prompt))
         try:
             start = time.perf_counter()
             logits = self._prefill(prompt, n_reused, on_prefill)
@@ -131,23 +157,17 @@ class Generator:
             result.decode_ms_per_token = (
                 (time.perf_counter() - start) * 1e3 / max(1, len(result.tokens) - 1)
             )
-        except KeyboardInterrupt:  # the step in work was rolled back; keep what was done before
-            result.stop = "interrupted"
-            self._commit()
+        except KeyboardInterrupt:
+            self._stop_here(result)
         return result
 
-    def _check(self, prompt: np.ndarray, n_predict: int) -> None:
-        if not len(prompt):
-            raise ConfigError("the prompt is empty; give at least one token")
-        if n_predict < 0:
-            raise ConfigError(f"--n-predict {n_predict} must be at least 0")
-        n_ctx = self.cache.config.n_ctx
-        if len(prompt) > n_ctx:
-            raise CacheFullError(
-                f"the prompt has {len(prompt)} tokens, n_ctx is {n_ctx}; raise --n-ctx",
-                len(prompt),
-                self.cache.n_free,
-            )
+    def _stop_here(self, result: Result) -> None:
+        """Keep what was done before an interruption, wherever it came."""
+        n_prompt = len(result.prompt_tokens)
+        result.stop, result.tokens = "interrupted", self._stream[n_prompt:]
+        self.cache.rollback()
+        self._keep_tail(n_prompt)
+        self._commit()
 
     def _n_dropped(self, prompt: np.ndarray, n_reused: int) -> int:
         held = self.held_tokens()
@@ -189,9 +209,9 @@ class Generator:
         n_held = len(result.prompt_tokens)
         for n in range(n_predict):
             token = int(sampler.sample(logits[-1]))
-            self._set_tail(np.array([token], np.int32).tobytes())
-            is_last = n + 1 == n_predict or token in end_ids or n_held == self.cache.config.n_ctx
-            if is_last:
+            self._stream.append(token)
+            if token in end_ids or n_held == self.cache.config.n_ctx or n + 1 == n_predict:
+                self._keep_tail(len(result.prompt_tokens))
                 self._commit()
                 if token in end_ids:
                     result.stop = "eos"
@@ -202,12 +222,13 @@ class Generator:
             yield token
             logits = self._forward(np.array([token], np.int32), n_held)
             n_held += 1
-            self._set_tail(b"")
             self._commit()
 
-    def _set_tail(self, tail: bytes) -> None:
+    def _keep_tail(self, n_prompt: int) -> None:
+        """Note the sampled tokens that have no cell; the cells say which those are."""
         if self.session is not None:
-            self.session.user[_TAIL] = tail
+            n_cells = max(n_prompt, self.cache.seq_pos_max(SEQ) + 1)
+            self.session.user[_TAIL] = np.array(self._stream[n_cells:], np.int32).tobytes()
 
     def _commit(self) -> None:
         if self.session is not None:
