@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         for v_trans in (False, True):
             warm_cache(type_name, v_trans)
     warm_conversions()
+    if sys.platform == "linux":
+        warm_session()
     model = _model_path(args.model)
     if model is not None:
         _progress("model kernels")
@@ -116,6 +120,27 @@ def warm_cache(type_name: str, v_trans: bool) -> None:
         cache.check()
         for read in (cache.layers.read_k, cache.layers.read_v):
             read(0, np.arange(2, dtype=np.int32))
+
+
+def warm_session() -> None:
+    """Make a small session, commit to it, change it, and open it again."""
+    from kvnumba.batch import Batch
+    from kvnumba.config import CacheConfig, RopeConfig
+    from kvnumba.store.fingerprint import Fingerprint
+    from kvnumba.store.session import Session
+
+    config = CacheConfig(n_layer=1, n_ctx=64, n_head_kv=1, head_dim=8, rope=RopeConfig(8))
+    fingerprint = Fingerprint.of_config(config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "session")
+        with Session.create(path, config, fingerprint) as session:
+            (step,) = session.cache.prepare(Batch([1, 2, 3]))
+            with step:
+                step.write(0, *np.zeros((2, 3, 8), np.float32))
+            session.commit()
+            session.cache.seq_add(0, 1, -1, 1)
+            session.commit()
+        Session.open(path, fingerprint).close()
 
 
 def warm_conversions() -> None:
