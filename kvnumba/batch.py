@@ -121,8 +121,9 @@ def pack_ids(seq_ids: Any, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         If the count is not `n_tokens`, or a token has no, a negative or a repeated id.
     """
     if _is_int(seq_ids):
-        ids = np.repeat(int32_array([seq_ids], "seq_ids"), n_tokens)
-        return np.arange(n_tokens + 1), _not_negative(ids, np.arange(n_tokens))
+        if not 0 <= seq_ids <= MAX_POS:
+            _not_negative(int32_array([seq_ids], "seq_ids"), np.zeros(1, int))
+        return np.arange(n_tokens + 1), np.full(n_tokens, seq_ids, np.int32)
     if isinstance(seq_ids, (str, bytes)) or not isinstance(seq_ids, Iterable):
         raise ShapeError(f"seq_ids is {seq_ids!r}; an id, a list of ids, or a list of lists wanted")
     if isinstance(seq_ids, np.ndarray) and seq_ids.ndim != 1:

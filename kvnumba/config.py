@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -17,6 +18,78 @@ PLACEMENTS = ("scatter", "ring")
 SHARED_RULES = ("move", "refuse", "copy")
 MAX_SEQ = 1 << 16
 MAX_LAYER = 1 << 14
+MAX_NUMBER = float(np.finfo(np.float64).max)
+
+
+def _count(value: Any, name: str, least: int) -> int:
+    if _is_bool(value) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}"
+        )
+    return int(value)
+
+
+def _number(value: Any, name: str, above_0: bool = False) -> float:
+    good = isinstance(value, (int, float, np.integer, np.floating)) and not _is_bool(value)
+    if good and isinstance(value, np.generic):
+        value = value.item()  # a numpy scalar would be compared in its own width
+    # Compared before float(), which has no room for the largest whole numbers; false for nan.
+    if not good or not abs(value) <= MAX_NUMBER or (above_0 and not value > 0):
+        wanted = "a number above 0" if above_0 else "a finite number"
+        raise ConfigError(f"{name} must be {wanted}, got {reprlib.repr(value)}")
+    return float(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
+def _entries(values: Any, name: str) -> tuple[Any, ...]:
+    if isinstance(values, np.ndarray) and values.ndim:
+        return tuple(values)
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
+        raise ConfigError(f"{name} must be a list of numbers, got {reprlib.repr(values)}")
+    return tuple(values)
+
+
+def _put_count(config: Any, name: str, least: int) -> None:
+    object.__setattr__(config, name, _count(getattr(config, name), name, least))
+
+
+def _put_number(config: Any, name: str, above_0: bool = False) -> None:
+    object.__setattr__(config, name, _number(getattr(config, name), name, above_0))
+
+
+def _put_choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} {reprlib.repr(value)} is not one of {allowed}")
+    object.__setattr__(config, name, str(value))
+
+
+def _put_flag(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    if not _is_bool(value):
+        raise ConfigError(f"{name} must be true or false, got {reprlib.repr(value)}")
+    object.__setattr__(config, name, bool(value))
+
+
+def _put_type(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    if _is_bool(value) or not isinstance(value, (str, int, np.integer, ElementType)):
+        raise ConfigError(f"{name} must be the name of an element type, got {reprlib.repr(value)}")
+    value = int(value) if isinstance(value, np.integer) else value
+    object.__setattr__(config, name, kv_type(value).name)
+
+
+def _per_layer(value: Any, n_layer: int, name: str) -> tuple[int, ...]:
+    if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
+        values = tuple(_count(v, name, 1) for v in _entries(value, name))
+    else:
+        values = (_count(value, name, 1),) * n_layer
+    if len(values) != n_layer:
+        raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
+    return values
 
 
 @dataclass(frozen=True)
@@ -60,23 +133,37 @@ class RopeConfig:
     freq_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.pairing not in PAIRINGS:
-            raise ConfigError(f"rope pairing {self.pairing!r} is not one of {PAIRINGS}")
-        if self.n_rot < 0 or self.n_rot % 2:
+        _put_choice(self, "pairing", PAIRINGS)
+        _put_count(self, "n_rot", 0)
+        _put_count(self, "n_ctx_orig", 0)
+        if self.n_rot % 2:
             raise ConfigError(f"n_rot {self.n_rot} must be even and at least 0")
-        if not (self.freq_base > 0 and self.freq_scale > 0):
-            raise ConfigError(
-                f"freq_base {self.freq_base} and freq_scale {self.freq_scale} must be above 0"
-            )
-        if self.ext_factor and self.n_ctx_orig < 1:
-            raise ConfigError("YaRN (ext_factor != 0) needs n_ctx_orig, the trained context length")
+        for name in ("freq_base", "freq_scale", "attn_factor", "beta_fast", "beta_slow"):
+            _put_number(self, name, above_0=name.startswith("freq"))
+        _put_number(self, "ext_factor")
+        if self.ext_factor:
+            self._check_yarn()
         if self.freq_factors is not None:
-            object.__setattr__(self, "freq_factors", tuple(map(float, self.freq_factors)))
-            if len(self.freq_factors) != self.n_rot // 2:
+            factors = _entries(self.freq_factors, "freq_factors")
+            values = tuple(_number(f, "freq_factors", above_0=True) for f in factors)
+            object.__setattr__(self, "freq_factors", values)
+            if len(values) != self.n_rot // 2:
                 raise ConfigError(
-                    f"{len(self.freq_factors)} freq_factors given, n_rot // 2 = {self.n_rot // 2} "
-                    "wanted"
+                    f"{len(values)} freq_factors given, n_rot // 2 = {self.n_rot // 2} wanted"
                 )
+
+    def _check_yarn(self) -> None:
+        if self.n_ctx_orig < 1:
+            raise ConfigError("YaRN (ext_factor != 0) needs n_ctx_orig, the trained context length")
+        if self.beta_fast <= 0 or self.beta_slow <= 0:
+            raise ConfigError(
+                f"YaRN needs beta_fast and beta_slow above 0, got {self.beta_fast} and "
+                f"{self.beta_slow}"
+            )
+        if self.freq_base == 1:
+            raise ConfigError("YaRN needs a freq_base other than 1: all pairs would turn alike")
+        if not all(math.isfinite(self._yarn_dim(b)) for b in (self.beta_fast, self.beta_slow)):
+            raise ConfigError("beta_fast or beta_slow is too close to 0 for n_ctx_orig")
 
     @property
     def magnitude(self) -> float:
@@ -106,16 +193,6 @@ class RopeConfig:
     def _yarn_dim(self, beta: float) -> float:
         n = self.n_ctx_orig / (2 * math.pi * beta)
         return self.n_rot * math.log(n) / (2 * math.log(self.freq_base))
-
-
-def _per_layer(value: int | Sequence[int], n_layer: int, name: str) -> tuple[int, ...]:
-    values = (value,) * n_layer if isinstance(value, (int, np.integer)) else tuple(value)
-    values = tuple(int(v) for v in values)
-    if len(values) != n_layer:
-        raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
-    if min(values) < 1:
-        raise ConfigError(f"{name} must be at least 1 in every layer, got {min(values)}")
-    return values
 
 
 @dataclass(frozen=True)
@@ -180,8 +257,14 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_ctx", "n_seq_max", "n_batch", "n_ubatch"):
-            self._check_count(name, 1)
-        self._check_count("n_spare", 0)
+            _put_count(self, name, 1)
+        _put_count(self, "n_spare", 0)
+        for name in ("v_trans", "flash_attn", "can_shift"):
+            _put_flag(self, name)
+        _put_choice(self, "placement", PLACEMENTS)
+        _put_choice(self, "shared", SHARED_RULES)
+        _put_type(self, "type_k")
+        _put_type(self, "type_v")
         if self.n_cells > np.iinfo(np.int32).max - 64:
             raise ConfigError(f"n_ctx + n_spare = {self.n_cells} is beyond 2**31 - 65 cells")
         if self.n_seq_max > MAX_SEQ:
@@ -193,25 +276,23 @@ class CacheConfig:
         put(self, "head_dim", _per_layer(self.head_dim, self.n_layer, "head_dim"))
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         put(self, "head_dim_v", _per_layer(head_dim_v, self.n_layer, "head_dim_v"))
-        put(self, "type_k", kv_type(self.type_k).name)
-        put(self, "type_v", kv_type(self.type_v).name)
-        if self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement {self.placement!r} is not one of {PLACEMENTS}")
-        if self.shared not in SHARED_RULES:
-            raise ConfigError(f"shared {self.shared!r} is not one of {SHARED_RULES}")
-        ropes = self.rope
-        ropes = (ropes,) * self.n_layer if not isinstance(ropes, (tuple, list)) else tuple(ropes)
-        if len(ropes) != self.n_layer:
-            raise ConfigError(f"rope has {len(ropes)} entries, n_layer is {self.n_layer}")
-        put(self, "_ropes", ropes)
+        put(self, "_ropes", self._rope_per_layer())
         for il in range(self.n_layer):
             self._check_layer(il)
 
-    def _check_count(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        object.__setattr__(self, name, int(value))
+    def _rope_per_layer(self) -> tuple[RopeConfig | None, ...]:
+        ropes: Any = self.rope
+        if isinstance(ropes, list):
+            ropes = tuple(ropes)
+            object.__setattr__(self, "rope", ropes)
+        if not isinstance(ropes, tuple):
+            ropes = (ropes,) * self.n_layer
+        for rope in ropes:
+            if rope is not None and not isinstance(rope, RopeConfig):
+                raise ConfigError(f"rope must hold RopeConfig or None, got {reprlib.repr(rope)}")
+        if len(ropes) != self.n_layer:
+            raise ConfigError(f"rope has {len(ropes)} entries, n_layer is {self.n_layer}")
+        return ropes
 
     def _check_layer(self, il: int) -> None:
         rope = self._ropes[il]
@@ -307,9 +388,9 @@ class CacheConfig:
             If a key is unknown or missing, or a value is impossible.
         """
         known = {f.name for f in fields(cls) if f.init}
-        unknown = set(values) - known
+        unknown = sorted(map(str, set(values) - known))
         if unknown:
-            raise ConfigError(f"unknown keys {sorted(unknown)}; known: {sorted(known)}")
+            raise ConfigError(f"unknown keys {unknown}; known: {sorted(known)}")
         missing = {"n_layer", "n_ctx", "n_head_kv", "head_dim"} - set(values)
         if missing:
             raise ConfigError(f"missing keys {sorted(missing)}")
@@ -325,5 +406,6 @@ def _rope_from(value: Any) -> Any:
         except TypeError as error:
             raise ConfigError(f"rope: {error}") from None
     if isinstance(value, (list, tuple)):
-        return tuple(_rope_from(v) for v in value)
+        # One level only: a list within the list is refused by CacheConfig.
+        return tuple(_rope_from(v) if isinstance(v, Mapping) else v for v in value)
     return value

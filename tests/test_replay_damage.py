@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+from kvnumba.cli.main import run_command
 from kvnumba.errors import ConfigError, ShapeError, StateFormatError
 from kvnumba.replay.chains import replay_chain
 from kvnumba.replay.traces import read_traces, replay_traces
@@ -165,6 +166,19 @@ def test_impossible_sizes_are_refused(traces, tmp_path, sizes):
 def test_lines_that_json_cannot_read(traces, tmp_path, line):
     with pytest.raises(StateFormatError, match="line 3"):
         replay_traces(write(tmp_path / "t.jsonl", traces, line))
+
+
+@pytest.mark.parametrize("depth", [200, 900, 940])
+@pytest.mark.parametrize("key", ["kind", "op", "result", "cells", "seq_pos_max"])
+def test_nested_values_do_not_break_the_report(capsys, traces, tmp_path, key, depth):
+    """Deep enough, and they can be read but not printed."""
+    target = traces[0] if key == "kind" else first(traces[0], "decode")[1]
+    target[key] = "DEEP"
+    path = write(tmp_path / "t.jsonl", traces)
+    path.write_text(path.read_text().replace('"DEEP"', "[" * depth + "]" * depth))
+    for more in ([], ["--json"]):
+        assert run_command(["replay", str(path), *more]) in (1, 2)
+    capsys.readouterr()
 
 
 def test_blank_lines_only_at_the_end(traces, tmp_path):

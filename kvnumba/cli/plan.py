@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def _of_model(path: str, given: dict[str, Any]) -> CacheConfig:
 def _of_json(path: str, given: dict[str, Any]) -> CacheConfig:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path} cannot be read as JSON: {error}") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"--config {path} holds no JSON object")
@@ -96,13 +97,26 @@ def _of_json(path: str, given: dict[str, Any]) -> CacheConfig:
 
 def _of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the names of a transformers ``config.json``."""
-    try:
-        n_head = int(values["num_attention_heads"])
-        return {
-            "n_layer": values["num_hidden_layers"],
-            "n_ctx": values.get("max_position_embeddings", 0),
-            "n_head_kv": values.get("num_key_value_heads") or n_head,
-            "head_dim": values.get("head_dim") or values["hidden_size"] // n_head,
-        }
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"config.json lacks a usable {error}") from None
+    n_head = _size(values, "num_attention_heads")
+    sizes: dict[str, Any] = {
+        "n_layer": _size(values, "num_hidden_layers"),
+        "n_head_kv": n_head,
+        "n_ctx": values.get("max_position_embeddings", 0),
+    }
+    # Both keys may be there with null, which means the default.
+    if values.get("num_key_value_heads") is not None:
+        sizes["n_head_kv"] = _size(values, "num_key_value_heads")
+    if values.get("head_dim") is not None:
+        sizes["head_dim"] = _size(values, "head_dim")
+    else:
+        sizes["head_dim"] = _size(values, "hidden_size") // n_head
+    return sizes
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{name} of config.json must be a whole number of at least 1, got {reprlib.repr(value)}"
+        )
+    return value

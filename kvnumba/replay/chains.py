@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import struct
 import tokenize
 import zipfile
@@ -22,7 +23,14 @@ from kvnumba.unified import UnifiedCache
 NMSE_F32 = 1e-9
 NMSE_ROUNDED = 1e-5
 MAX_LABEL = 200
-_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+_MALFORMED = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+)
 # What numpy and zipfile raise on a foreign or cut ``.npz``.
 _UNREADABLE = (
     OSError,
@@ -118,7 +126,7 @@ def _read_chain(path: Path) -> dict[str, Any]:
         label = step.get("logits", str(n))
         if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL or not label.isprintable():
             raise StateFormatError(
-                f"{path}: step {n}: the label {label!r:.50} is no printable text"
+                f"{path}: step {n}: the label {reprlib.repr(label)} is no printable text"
             )
         if label in labels:
             raise StateFormatError(f"{path}: step {n}: the label {label!r} comes a second time")

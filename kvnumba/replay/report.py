@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,4 +59,6 @@ class Report:
 
     def differ(self, name: str, got: Any, want: Any) -> None:
         """Note that a value of the operation at work differs."""
+        if not isinstance(want, (int, float, str, type(None))):
+            want = reprlib.repr(want)  # it may be long, or nested beyond what can be printed
         self.mismatches.append(Mismatch(self.n_traces, self.n_ops_here, name, got, want))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import reprlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ _MALFORMED = (
     ValueError,
     ArithmeticError,
     MemoryError,
+    RecursionError,
 )
 
 
@@ -78,7 +80,9 @@ def replay_traces(path: str | Path) -> Report:
     for trace in read_traces(path):
         kind = trace.get("kind", "unified")
         if kind != "unified":
-            raise StateFormatError(f"{path}: traces of a {kind} cache cannot be replayed yet")
+            raise StateFormatError(
+                f"{path}: traces of a {reprlib.repr(kind)} cache cannot be replayed yet"
+            )
         report.n_ops_here = 0
         try:
             _replay_trace(trace, report)
@@ -141,7 +145,7 @@ def _recorded(op: dict[str, Any], key: str) -> Any:
 def _list(values: dict[str, Any], key: str) -> list[Any]:
     found = _recorded(values, key)
     if not isinstance(found, list):
-        raise StateFormatError(f"{key} is {found!r}; a list is wanted")
+        raise StateFormatError(f"{key} is {reprlib.repr(found)}; a list is wanted")
     return found
 
 
