@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from kvnumba.errors import DamagedError, KVCacheError, StateFormatError
+from kvnumba.errors import ConfigError, DamagedError, KVCacheError, StateFormatError
 from kvnumba.files import File, remove, rename, sync_folder, write_new
 from kvnumba.store import blocks
 
@@ -61,6 +62,29 @@ class Checkpoint:
     meta: dict[str, Any]
     sections: list[tuple[int, bytes]]
     n_bytes: int = 0
+
+
+def plain_meta(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return `meta` as it is read back: plain numbers for numpy's, lists for tuples.
+
+    Raises
+    ------
+    ConfigError
+        If it holds anything that JSON cannot say.
+    """
+    try:
+        return dict(json.loads(json.dumps(meta, default=_plain_scalar)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration or fingerprint cannot be stored: {error}; numbers, text, and "
+            "tuples of them can"
+        ) from None
+
+
+def _plain_scalar(value: object) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} is {type(value).__name__}")
 
 
 def checkpoint_bytes(point: Checkpoint) -> bytes:

@@ -94,11 +94,19 @@ class Committed:
 
     def _changed_user(self, user: Mapping[str, bytes]) -> dict[str, bytes | None]:
         out: dict[str, bytes | None] = {}
+        if not isinstance(user, Mapping):
+            raise ConfigError(f"session.user is {type(user).__name__}; a dict of bytes wanted")
         for name, value in user.items():
             if not isinstance(name, str) or not isinstance(value, bytes):
                 raise ConfigError(
                     f"session.user[{name!r}] is {type(value).__name__}; bytes under a str wanted"
                 )
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(
+                    f"session.user[{name!r}]: the name cannot be written in UTF-8; use another"
+                ) from None
             if self.user.get(name) != value:
                 out[name] = value
         out.update({name: None for name in self.user if name not in user})

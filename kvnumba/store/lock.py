@@ -54,11 +54,14 @@ def take_new_folder(folder: Path) -> File:
     return lock
 
 
-def give_up_folder(folder: Path) -> None:
-    """Remove what a failed `Session.create` made; the folder stays."""
+def give_up_folder(folder: Path, was_there: bool) -> None:
+    """Remove what a failed `Session.create` made, the folder too unless it was there before."""
     with contextlib.suppress(KVCacheError):
         _clear_unfinished(folder)
         remove(folder / LOCK)
+        if not was_there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _clear_unfinished(folder: Path) -> None:

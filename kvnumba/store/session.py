@@ -17,11 +17,12 @@ import numpy as np
 
 from kvnumba.cells import Cells
 from kvnumba.config import CacheConfig
-from kvnumba.errors import ConfigError, DiskFullError, NoSlotError, SessionError
-from kvnumba.files import File, names_in, need_linux
+from kvnumba.errors import ConfigError, DamagedError, DiskFullError, NoSlotError, SessionError
+from kvnumba.files import File, folder_of, names_in, need_linux
 from kvnumba.layers import KVLayers
 from kvnumba.packs import MappedRows, new_files
 from kvnumba.store import recovery
+from kvnumba.store.checkpoint import plain_meta
 from kvnumba.store.committed import Committed
 from kvnumba.store.fingerprint import Fingerprint
 from kvnumba.store.lock import give_up_folder, lock_folder, take_new_folder
@@ -108,23 +109,23 @@ class Session:
         SessionError, SessionLockedError, DiskFullError
             If the folder holds anything, is taken, or cannot be made.
         ConfigError
-            Transposed V; an unknown durability.
+            Transposed V; an unknown durability; an argument that is none of its kind.
         """
         need_linux()
         _check_durability(durability)
+        folder = folder_of(path)
+        if not isinstance(config, CacheConfig):
+            raise ConfigError(f"config is {type(config).__name__}, a CacheConfig wanted")
+        _check_fingerprint(fingerprint)
         if config.v_trans:
             raise ConfigError("sessions store V by cell: v_trans is for caches without a path")
         config = config if config.n_spare else replace(config, n_spare=config.n_ctx)
-        folder, session_id = Path(path), uuid.uuid4().bytes
+        session_id = uuid.uuid4().bytes
+        meta = _meta(config, fingerprint, session_id)
+        was_there = os.path.isdir(folder)
         session = cls(folder, take_new_folder(folder), durability)
-        with session._undone_on_error(lambda: give_up_folder(folder)):
+        with session._undone_on_error(lambda: give_up_folder(folder, was_there)):
             recovery.create_mark(folder)
-            meta = {
-                "config": config.to_dict(),
-                "fingerprint": fingerprint.to_dict(),
-                "session": session_id.hex(),
-                "created": time.time(),
-            }
             rows = new_files(config, folder, session_id, make=False)
             session.config, session.fingerprint = config, fingerprint
             session._build(rows, Committed(config.n_cells, config.n_seq_max), meta)
@@ -162,11 +163,14 @@ class Session:
         DamagedError, StateFormatError
             If it cannot be opened whole, or a newer release wrote it.
         ConfigError
-            If `n_ctx` is smaller than the session's.
+            If `n_ctx` is smaller than the session's; an argument that is none of its kind.
         """
         need_linux()
         _check_durability(durability)
-        folder = Path(path)
+        folder = folder_of(path)
+        if fingerprint is not None:
+            _check_fingerprint(fingerprint)
+        _check_n_ctx(n_ctx)
         if not recovery.generations(names_in(folder), "base"):
             recovery.load(folder)  # says what is wrong, and makes no lock file there
         session = cls(folder, lock_folder(folder), durability)
@@ -223,10 +227,10 @@ class Session:
 
         Raises
         ------
-        SessionNotFoundError, DamagedError, StateFormatError
+        SessionNotFoundError, DamagedError, StateFormatError, ConfigError
             As `open`.
         """
-        folder = Path(path)
+        folder = folder_of(path)
         loaded = recovery.load(folder)
         state = loaded.committed
         return SessionInfo(
@@ -325,9 +329,41 @@ def _check_durability(durability: str) -> None:
         raise ConfigError(f"durability {durability!r} is not one of {DURABILITY}")
 
 
+def _check_fingerprint(fingerprint: object) -> None:
+    if not isinstance(fingerprint, Fingerprint):
+        raise ConfigError(
+            f"fingerprint is {type(fingerprint).__name__}; make one with Fingerprint.of_config"
+        )
+
+
+def _check_n_ctx(n_ctx: object) -> None:
+    is_whole = isinstance(n_ctx, (int, np.integer)) and not isinstance(n_ctx, bool)
+    if n_ctx is not None and not is_whole:
+        raise ConfigError(f"n_ctx {n_ctx!r} must be a whole number, or None for the session's own")
+
+
+def _meta(config: CacheConfig, fingerprint: Fingerprint, session_id: bytes) -> dict[str, Any]:
+    """Return what checkpoints will say; ConfigError if that could not be read back."""
+    meta = plain_meta(
+        {
+            "config": config.to_dict(),
+            "fingerprint": fingerprint.to_dict(),
+            "session": session_id.hex(),
+            "created": time.time(),
+        }
+    )
+    try:
+        CacheConfig.from_dict(meta["config"])
+        Fingerprint.from_dict(meta["fingerprint"])
+    except DamagedError as error:
+        raise ConfigError(f"this fingerprint cannot be stored: {error}") from None
+    return meta
+
+
 def _grown(config: CacheConfig, n_ctx: int | None) -> CacheConfig:
     if n_ctx is None or n_ctx == config.n_ctx:
         return config
+    n_ctx = int(n_ctx)
     if n_ctx < config.n_ctx:
         raise ConfigError(f"the session has n_ctx {config.n_ctx}; it may grow, but {n_ctx} is less")
     return replace(config, n_ctx=n_ctx, n_spare=max(config.n_spare, n_ctx))

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from session_makers import (
 
 from kvnumba import files, mapping
 from kvnumba.batch import Batch
-from kvnumba.config import CacheConfig
+from kvnumba.config import CacheConfig, RopeConfig
 from kvnumba.errors import (
     ConfigError,
     DamagedError,
@@ -443,12 +444,16 @@ def test_create_takes_new_or_empty_folders_only(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "ftruncate", "pwrite", "rename"])
-def test_a_failed_creation_leaves_an_empty_folder(tmp_path, monkeypatch, call):
+def test_a_failed_creation_leaves_nothing(tmp_path, monkeypatch, call):
     def failing(*args, **kwargs):
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as m:
         m.setattr(os, call, failing)
+        with pytest.raises(DiskFullError):
+            make_session(tmp_path / "s")
+        assert names(tmp_path) == []
+        (tmp_path / "s").mkdir()
         with pytest.raises(DiskFullError):
             make_session(tmp_path / "s")
     assert names(tmp_path / "s") == []
@@ -556,6 +561,67 @@ def test_options_that_cannot_be(tmp_path):
     make_session(tmp_path / "s").close()
     with pytest.raises(ConfigError, match="durability"):
         Session.open(tmp_path / "s", durability="")
+
+
+NO_PATHS = (None, "", b"s", 3, "a\0b", "\ud800")
+
+
+@pytest.mark.parametrize("path", NO_PATHS)
+def test_paths_that_are_none(path):
+    for call in (make_session, Session.open, Session.inspect, Session.read_config):
+        with pytest.raises(ConfigError, match="names no folder"):
+            call(path)
+
+
+def test_arguments_of_another_kind(tmp_path):
+    config = make_config()
+    for fingerprint in ("x", None, make_fingerprint(weights=b"x"), make_fingerprint(weights={1})):
+        with pytest.raises(ConfigError, match="fingerprint"):
+            Session.create(tmp_path / "s", config, fingerprint)
+    bad = replace(make_fingerprint(), n_layer="2", rope=(None,))
+    with pytest.raises(ConfigError, match="fingerprint"):
+        Session.create(tmp_path / "s", config, bad)
+    with pytest.raises(ConfigError, match="CacheConfig"):
+        Session.create(tmp_path / "s", config.to_dict(), make_fingerprint())
+    assert names(tmp_path) == []
+    make_session(tmp_path / "s").close()
+    before = contents(tmp_path / "s")
+    for n_ctx in ("9", 99.0, True, [99]):
+        with pytest.raises(ConfigError, match="n_ctx"):
+            Session.open(tmp_path / "s", n_ctx=n_ctx)
+    with pytest.raises(ConfigError, match="fingerprint"):
+        Session.open(tmp_path / "s", "x")
+    assert contents(tmp_path / "s") == before
+    Session.open(tmp_path / "s", n_ctx=np.int64(50)).close()
+    assert Session.read_config(tmp_path / "s").n_ctx == 50
+
+
+def test_numpy_numbers_are_numbers(tmp_path):
+    rope = RopeConfig(np.int64(8), freq_base=np.float32(500000), n_ctx_orig=np.int32(7))
+    config = make_config(rope=(rope, None), n_seq_max=np.int64(6), v_trans=np.bool_(False))
+    Session.create(tmp_path / "s", config, make_fingerprint(config)).close()
+    plain = make_config(rope=(RopeConfig(8, freq_base=500000.0, n_ctx_orig=7), None))
+    for same in (config, plain):
+        with Session.open(tmp_path / "s", make_fingerprint(same)) as session:
+            assert session.config == replace(plain, n_spare=plain.n_ctx, rope=session.config.rope)
+            assert session.config.rope_of(0) == rope
+
+
+@pytest.mark.parametrize(
+    "user", [None, [], [("a", b"x")], {"a": "x"}, {1: b"x"}, {"\udc80": b"x"}, {b"a": b"x"}]
+)
+def test_user_data_of_another_kind(tmp_path, user):
+    with make_session(tmp_path / "s") as session:
+        session.user["kept"] = b"1"
+        session.commit()
+        before = contents(tmp_path / "s")
+        session.user = user
+        with pytest.raises(ConfigError, match=r"session\.user"):
+            session.commit()
+        assert contents(tmp_path / "s") == before
+        session.user = {"kept": b"2"}
+        session.commit()
+    assert Session.inspect(tmp_path / "s").user == {"kept": b"2"}
 
 
 def test_elsewhere_sessions_say_so_in_one_line(tmp_path, monkeypatch):
