@@ -65,7 +65,8 @@ def kv_type(name: str | int | ElementType) -> ElementType:
     """
     if isinstance(name, ElementType):
         return name
+    is_id = isinstance(name, int) and not isinstance(name, bool)
     for t in KV_TYPES.values():
-        if name == t.name or (isinstance(name, int) and name == t.ggml_id):
+        if name == t.name or (is_id and name == t.ggml_id):
             return t
     raise ConfigError(f"K/V type {name!r} is not known; allowed: {', '.join(KV_TYPES)}")
