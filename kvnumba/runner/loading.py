@@ -85,4 +85,3 @@ class Model:
             weights=self.file.weights_digest(),
             tokenizer=self.file.tokenizer_digest(),
         )
-
