@@ -44,9 +44,9 @@ def row_of(tag, il, kind, width):
     return np.random.default_rng([tag, il, kind]).standard_normal(width).astype(np.float32)
 
 
-def rotated(rows, by, il):
-    """Rotate K rows by positions `by`, pair by pair, in float64."""
-    rope, out = ROPES[il], rows.astype(np.float64)
+def rotated(rows, by, il, rope):
+    """Rotate K rows of a layer by positions `by`, pair by pair, in float64."""
+    out = rows.astype(np.float64)
     if rope is None:
         return out
     for h in range(N_HEAD_KV[il]):
@@ -71,8 +71,17 @@ def set_bits(words):
 class Judged:
     """Drives both; `compare` finds any difference."""
 
-    def __init__(self, n_cells, n_seq_max, placement, shared, n_spare=0, v_trans=False):
-        n_spare = min(n_spare, n_cells - 1)
+    def __init__(
+        self,
+        n_cells,
+        n_seq_max,
+        placement,
+        shared,
+        n_spare=0,
+        v_trans=False,
+        ropes=ROPES,
+    ):
+        n_spare, self.ropes = min(n_spare, n_cells - 1), ropes
         config = CacheConfig(
             n_layer=len(ROPES),
             n_ctx=n_cells - n_spare,
@@ -83,7 +92,7 @@ class Judged:
             type_k="f32",
             type_v="f32",
             v_trans=v_trans,
-            rope=ROPES,
+            rope=ropes,
             placement=placement,
             shared=shared,
         )
@@ -91,6 +100,7 @@ class Judged:
         self.oracle = naive.NaiveCells(
             n_cells, n_seq_max, placement, shared, n_ctx=n_cells - n_spare
         )
+        self.oracle.rotates = any(ropes)
         self.kept_rows = {}
 
     def call(self, name, *args):
@@ -228,7 +238,7 @@ class Judged:
         used = self.oracle.members(-1)
         by = [self.oracle.cells[i].rotation for i in used]
         for il in range(len(ROPES)):
-            k = rotated(self.rows(used, il, 0), by, il)
+            k = rotated(self.rows(used, il, 0), by, il, self.ropes[il])
             np.testing.assert_allclose(self.cache.layers.k[il][used], k, rtol=0, atol=1e-5)
             assert (self.v_rows(il)[used] == self.rows(used, il, 1)).all()
 

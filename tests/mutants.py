@@ -18,35 +18,52 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "kvnumba"
 TESTS = Path(__file__).parent
-CPU_SECONDS = 30, 1.5  # for a run, and for each example: three times what is needed
+CPU_SECONDS = 90
+"""For one run; several times what it needs. Dropped statements make loops without end."""
+
 BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 OPPOSITE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.Is: ast.IsNot}
 DROPPED = (ast.Assign, ast.AugAssign, ast.Expr, ast.Continue, ast.Break, ast.Raise)
 
-JUDGE = """
+START = f"""
 import resource, sys
-package, tests, n_examples, seconds = sys.argv[1:]
-resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_SECONDS}, {CPU_SECONDS}))
+package, tests, *args = sys.argv[1:]
 sys.path[:0] = [package, tests]
 import kvnumba
 assert kvnumba.__file__.startswith(package), kvnumba.__file__
+"""
+MACHINE = """
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_unified_stateful import machine_of
 for words in "two", "one word", "three":
     run_state_machine_as_test(machine_of(words), settings=settings(
-        max_examples=int(n_examples), stateful_step_count=40, phases=[Phase.generate],
+        max_examples=int(args[0]), stateful_step_count=40, phases=[Phase.generate],
         deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)))
+"""
+DIRECT = """
+import pytest
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *args]))
 """
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: `name` is stable while the code around it is, `source` the whole module."""
+    """One change: `name` is stable while the code around it is; `number` finds the changed node."""
 
     module: str
     name: str
-    source: str
+    number: int
+    kind: int
+
+    @property
+    def source(self) -> str:
+        """The whole module, changed."""
+        tree = ast.parse((PACKAGE / self.module).read_text())
+        node = list(ast.walk(tree))[self.number]
+        _, new = list(_changes(node))[self.kind]
+        return ast.unparse(ast.fix_missing_locations(_Replace(node, new).visit(tree)))
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -74,43 +91,21 @@ class _Replace(ast.NodeTransformer):
         return self.new if node is self.old else super().generic_visit(node)
 
 
-def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-
-def mutants_of(module: str, only: set[str] | None = None) -> Iterator[Mutant]:
-    """Yield the mutants of a module's functions (those named in `only`)."""
-    source = (PACKAGE / module).read_text()
+def mutants_of(module: str) -> Iterator[Mutant]:
+    """Yield the mutants of a module's functions."""
+    tree = ast.parse((PACKAGE / module).read_text())
+    numbers = {node: number for number, node in enumerate(ast.walk(tree))}
     seen: Counter[str] = Counter()
-    n_functions = len(_functions(ast.parse(source)))
-    for f in range(n_functions):
-        function = _functions(ast.parse(source))[f]
-        if only is not None and function.name not in only:
-            continue
-        n_nodes = sum(1 for statement in function.body for _ in ast.walk(statement))
-        for k in range(n_nodes):
-            for kind in range(3):
-                mutant = _mutant(source, module, f, k, kind)
-                if mutant is not None:
-                    seen[mutant.name] += 1
-                    number = f" #{seen[mutant.name]}" if seen[mutant.name] > 1 else ""
-                    yield Mutant(module, mutant.name + number, mutant.source)
-
-
-def _mutant(source: str, module: str, f: int, k: int, kind: int) -> Mutant | None:
-    tree = ast.parse(source)
-    function = _functions(tree)[f]
-    node = [n for statement in function.body for n in ast.walk(statement)][k]
-    changes = list(_changes(node))
-    if kind >= len(changes):
-        return None
-    word, new = changes[kind]
-    what = ast.unparse(node)
-    if word == "one more":
-        what += " in " + _statement_of(function, node)
-    _Replace(node, new).visit(tree)
-    text = ast.unparse(ast.fix_missing_locations(tree))
-    return Mutant(module, f"{module}: {function.name}: {word}: {what}", text)
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        for statement in function.body:
+            for node in ast.walk(statement):
+                for kind, (word, _) in enumerate(_changes(node)):
+                    name = f"{module}: {function.name}: {word}: {ast.unparse(node)}"
+                    if word == "one more":
+                        name += " in " + _statement_of(function, node)
+                    seen[name] += 1
+                    suffix = f" #{seen[name]}" if seen[name] > 1 else ""
+                    yield Mutant(module, name + suffix, numbers[node], kind)
 
 
 def _statement_of(function: ast.FunctionDef, node: ast.AST) -> str:
@@ -119,21 +114,28 @@ def _statement_of(function: ast.FunctionDef, node: ast.AST) -> str:
     return ast.unparse(around[-1]).splitlines()[0]
 
 
-def survives(mutant: Mutant, folder: Path, n_examples: int) -> bool:
-    """Judge a mutant in a copy of the package; a run that never ends counts as caught."""
+def survives(
+    mutant: Mutant | None, folder: Path, n_examples: int, direct: tuple[str, ...] = ()
+) -> bool:
+    """Judge a mutant (None: the original) in a copy of the package.
+
+    What the state machine lets pass is judged by the test files `direct`. A run that never ends
+    counts as caught.
+    """
     copy = folder / "kvnumba"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.nb?"))
-    (copy / mutant.module).write_text(mutant.source)
+    if mutant is not None:
+        (copy / mutant.module).write_text(mutant.source)
+    files = [str(TESTS / name) for name in direct]
     try:
-        return judge(folder, n_examples).returncode == 0
+        return _passes(folder, MACHINE, str(n_examples)) and (
+            not files or _passes(folder, DIRECT, *files)
+        )
     finally:
         shutil.rmtree(folder)
 
 
-def judge(folder: Path, n_examples: int) -> subprocess.CompletedProcess[str]:
-    """Run the state machine on the package in `folder`."""
+def _passes(folder: Path, code: str, *args: str) -> bool:
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    seconds = int(CPU_SECONDS[0] + CPU_SECONDS[1] * n_examples)
-    args = [str(folder), str(TESTS), str(n_examples), str(seconds)]
-    command = [sys.executable, "-W", "error", "-c", JUDGE, *args]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-c", START + code, str(folder), str(TESTS), *args]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True).returncode == 0

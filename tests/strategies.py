@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 MAX_POS = 2**31 - 2
 EDGE_IDS = [0, 63, 64, 127, 255, 1, 2, 3]
 
-SIZES = {"one word": [16, 33, 5, 63, 64, 1], "two": [65, 100, 127, 128], "three": [129, 140, 192]}
+SIZES = {
+    "one word": [16, 33, 5, 63, 64, 1],
+    "two": [65, 100, 127, 128],
+    "three": [129, 140, 192],
+}
 """Cells of a cache, by the 64-bit words of its bitmaps."""
 
 n_seq_max = st.sampled_from([256, 4, 65, 1])
 prefilled = st.sampled_from([0.5, 0.3, 0.0, 0.9, 1.0])
 """Share of the cells to fill before anything else happens."""
+
+
+pinnings = st.sampled_from(["none", "none", "used", "half", "some"])
+"""Which cells the last durable commit names."""
 
 
 def one_in(n):

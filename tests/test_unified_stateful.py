@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from judged import Judged
+from judged import ROPES, Judged
 
 from kvnumba.batch import Batch
 from kvnumba.errors import KVCacheError, StepError
@@ -34,12 +34,12 @@ class UnifiedMachine(RuleBasedStateMachine):
         placement=st.sampled_from(["scatter", "ring"]),
         shared=st.sampled_from(["copy", "move", "refuse"]),
         n_spare=st.sampled_from([0, 0, 3]),
-        v_trans=st.booleans(),
+        layout=st.tuples(st.booleans(), st.sampled_from([ROPES, ROPES, (None,) * len(ROPES)])),
         prefilled=strategies.prefilled,
     )
-    def start(self, data, n_seq_max, placement, shared, n_spare, v_trans, prefilled):
+    def start(self, data, n_seq_max, placement, shared, n_spare, layout, prefilled):
         n_cells = data.draw(st.sampled_from(self.sizes), label="n_cells")
-        self.judged = Judged(n_cells, n_seq_max, placement, shared, n_spare, v_trans)
+        self.judged = Judged(n_cells, n_seq_max, placement, shared, n_spare, *layout)
         self.cache, self.oracle = self.judged.cache, self.judged.oracle
         self.n_seq_max = n_seq_max
         n = int(prefilled * self.oracle.n_ctx)
@@ -47,6 +47,7 @@ class UnifiedMachine(RuleBasedStateMachine):
         where, pos = list(range(n)), [i // len(ids) for i in range(n)]
         self.judged.place(where, pos, [ids[i % len(ids)] for i in range(n)], where)
         self.judged.call("commit")
+        self.pin_cells(data, data.draw(strategies.pinnings))
 
     @invariant()
     def agree(self):
@@ -77,7 +78,11 @@ class UnifiedMachine(RuleBasedStateMachine):
 
     # -- placing ------------------------------------------------------------------------------
 
-    @rule(data=st.data(), contiguous=st.sampled_from([None, None, True, False]), ending=ENDINGS)
+    @rule(
+        data=st.data(),
+        contiguous=st.sampled_from([None, None, True, False]),
+        ending=ENDINGS,
+    )
     def place_found(self, data, contiguous, ending):
         pos, ids, tokens = self.draw_tokens(data)
         slot = self.judged.call("find_slot", len(pos), contiguous)
@@ -194,12 +199,18 @@ class UnifiedMachine(RuleBasedStateMachine):
             self.cache.clear(data=data.draw(st.booleans()))
             self.oracle.clear()
 
-    @rule(data=st.data(), how=st.sampled_from(["none", "none", "used", "some"]))
+    @rule(data=st.data(), how=strategies.pinnings)
     def pin(self, data, how):
+        self.pin_cells(data, how)
+
+    def pin_cells(self, data, how):
         n = self.oracle.n_cells
-        some = st.lists(st.integers(0, n - 1), unique=True, max_size=12)
-        cells = self.oracle.members(-1) if how == "used" else []
-        self.judged.pin(sorted(data.draw(some)) if how == "some" else cells)
+        if how == "some":
+            some = st.lists(st.integers(0, n - 1), unique=True, max_size=12)
+            self.judged.pin(sorted(data.draw(some, label="pinned")))
+        else:
+            half = range(data.draw(st.integers(0, 2)), n, 2)
+            self.judged.pin({"none": [], "used": self.oracle.members(-1), "half": list(half)}[how])
 
     @rule(data=st.data(), kind=st.sampled_from(["place", "stale", "kinds", "kinds"]))
     def what_is_refused(self, data, kind):
@@ -216,7 +227,12 @@ class UnifiedMachine(RuleBasedStateMachine):
             return
         bad_id = data.draw(strategies.bad_seq_ids(self.n_seq_max))
         bad_pos = data.draw(st.sampled_from([-1, -7, 2**31 - 1]))
-        for pos, ids in ([3], [[bad_id]]), ([bad_pos], [[0]]), ([3], [[]]), ([3], [[0, 0]]):
+        for pos, ids in (
+            ([3], [[bad_id]]),
+            ([bad_pos], [[0]]),
+            ([3], [[]]),
+            ([3], [[0, 0]]),
+        ):
             self.judged.call("place", slot, pos, ids, [5])
 
     def apply_a_stale_step(self, data):
@@ -245,7 +261,11 @@ class UnifiedMachine(RuleBasedStateMachine):
             with pytest.raises(KVCacheError):
                 call()
 
-    @rule(data=st.data(), n_listed=st.integers(0, 5), limit=st.sampled_from([None, 0, 1, 2, 3]))
+    @rule(
+        data=st.data(),
+        n_listed=st.integers(0, 5),
+        limit=st.sampled_from([None, 0, 1, 2, 3]),
+    )
     def ask(self, data, n_listed, limit):
         self.compare_views(n_listed)
         self.compare_defrag_plans(limit)
@@ -263,7 +283,10 @@ class UnifiedMachine(RuleBasedStateMachine):
         assert view.pos.tolist() == pos
         assert view.seq_ids.tolist() == listed
         assert (view.used, view.n_tokens) == (self.oracle.used, self.oracle.n_tokens)
-        assert (view.max_contiguous, view.max_contiguous_idx) == self.oracle.longest_hole()
+        assert (
+            view.max_contiguous,
+            view.max_contiguous_idx,
+        ) == self.oracle.longest_hole()
 
     def compare_defrag_plans(self, limit):
         ids, n_moves = self.oracle.defrag_plan(limit)
