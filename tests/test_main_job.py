@@ -334,7 +334,7 @@ def test_smollm2_greedy_is_token_for_token_the_float32_reference(golden, smollm2
 @pytest.mark.parametrize(
     ("given", "want"),
     [
-        ({}, "1000"),
+        ({}, "10000"),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
         ({"OMP_WAIT_POLICY": "passive"}, "None"),
     ],
