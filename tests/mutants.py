@@ -37,10 +37,12 @@ MACHINE = """
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_unified_stateful import machine_of
-for words in "two", "one word", "three":
-    run_state_machine_as_test(machine_of(words), settings=settings(
-        max_examples=int(args[0]), stateful_step_count=40, phases=[Phase.generate],
-        deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)))
+limits = settings(
+    max_examples=int(args[0]), stateful_step_count=40, phases=[Phase.generate], deadline=None,
+    database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+for shared in "copy", "move", "refuse":
+    for words in "two", "one word", "three":
+        run_state_machine_as_test(machine_of(words, shared), settings=limits)
 """
 DIRECT = """
 import pytest

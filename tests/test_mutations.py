@@ -35,7 +35,7 @@ def test_the_original_is_not_caught(tmp_path):
 def test_a_forgotten_reset_is_caught(name, tmp_path):
     found = [m for m in mutants.mutants_of("kernels/cells.py") if m.name.endswith(name)]
     assert len(found) == 1, "the code has changed: name the statement as it is now"
-    assert not mutants.survives(found[0], tmp_path / "copy", n_examples=25)
+    assert not mutants.survives(found[0], tmp_path / "copy", n_examples=8)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_a_forgotten_reset_is_caught(name, tmp_path):
 def test_no_mutant_survives(module, tmp_path):
     def lives(number_and_mutant):
         number, mutant = number_and_mutant
-        return mutants.survives(mutant, tmp_path / str(number), 25, DIRECT)
+        return mutants.survives(mutant, tmp_path / str(number), 12, DIRECT)
 
     judged = [m for m in mutants.mutants_of(module) if m.name not in EQUIVALENT]
     with ThreadPoolExecutor(os.cpu_count()) as workers:

@@ -26,20 +26,19 @@ class UnifiedMachine(RuleBasedStateMachine):
     """Calls both with the same arguments; every field and row is compared after each rule."""
 
     judged = None
-    sizes = strategies.SIZES["two"]
+    sizes, shared = strategies.SIZES["two"], "copy"
 
     @initialize(
         data=st.data(),
         n_seq_max=strategies.n_seq_max,
         placement=st.sampled_from(["scatter", "ring"]),
-        shared=st.sampled_from(["copy", "move", "refuse"]),
         n_spare=st.sampled_from([0, 0, 3]),
         layout=st.tuples(st.booleans(), st.sampled_from([ROPES, ROPES, (None,) * len(ROPES)])),
         prefilled=strategies.prefilled,
     )
-    def start(self, data, n_seq_max, placement, shared, n_spare, layout, prefilled):
+    def start(self, data, n_seq_max, placement, n_spare, layout, prefilled):
         n_cells = data.draw(st.sampled_from(self.sizes), label="n_cells")
-        self.judged = Judged(n_cells, n_seq_max, placement, shared, n_spare, *layout)
+        self.judged = Judged(n_cells, n_seq_max, placement, self.shared, n_spare, *layout)
         self.cache, self.oracle = self.judged.cache, self.judged.oracle
         self.n_seq_max = n_seq_max
         n = int(prefilled * self.oracle.n_ctx)
@@ -157,14 +156,13 @@ class UnifiedMachine(RuleBasedStateMachine):
         s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
         self.judged.call("seq_cp", s, other, *self.draw_range(data, s))
 
-    @rule(data=st.data(), into_range=st.booleans())
-    def fork_and_shift(self, data, into_range):
+    @rule(data=st.data(), delta=st.sampled_from([1, -1, 3, -3]), times=st.sampled_from([2, 1]))
+    def fork_and_shift(self, data, delta, times):
         """Share cells, then move one of the sharers: twice in a row with a shift still pending."""
-        s, other = self.draw_id(data), self.draw_id(data)
-        p = self.draw_range(data, s)
-        self.judged.call("seq_cp", s, other, *p)
-        delta = data.draw(strategies.deltas_around(self.positions_of(s)), label="delta")
-        self.judged.call("seq_add", s, *(p if into_range else (0, -1)), delta)
+        s, p = self.draw_id(data), data.draw(st.sampled_from([(0, 4), (0, -1), (3, 9)]))
+        for other in strategies.EDGE_IDS[:times]:
+            self.judged.call("seq_cp", s, (s + 1 + other) % self.n_seq_max, *p)
+            self.judged.call("seq_add", s, *p, delta)
 
     @rule(data=st.data())
     def seq_add(self, data):
@@ -302,16 +300,18 @@ class UnifiedMachine(RuleBasedStateMachine):
         assert self.cache.defrag_sched(1e-9) is False
 
 
-def machine_of(words):
-    """Return the machine for caches whose bitmaps have that many words."""
-    return type("UnifiedMachine", (UnifiedMachine,), {"sizes": strategies.SIZES[words]})
+def machine_of(words, shared):
+    """Return the machine for bitmaps of that many words and one rule for shared cells."""
+    fixed = {"sizes": strategies.SIZES[words], "shared": shared}
+    return type("UnifiedMachine", (UnifiedMachine,), fixed)
 
 
+@pytest.mark.parametrize("shared", ["copy", "move", "refuse"])
 @pytest.mark.parametrize("words", strategies.SIZES)
-def test_any_operations_in_any_order(words):
-    n_examples = max(10, settings.default.max_examples // 2)
+def test_any_operations_in_any_order(words, shared):
+    n_examples = max(10, settings.default.max_examples // 5)
     limits = settings(max_examples=n_examples, stateful_step_count=40, report_multiple_bugs=False)
-    run_state_machine_as_test(machine_of(words), settings=limits)
+    run_state_machine_as_test(machine_of(words, shared), settings=limits)
 
 
 def test_a_bare_batch_continues_sequence_0():
