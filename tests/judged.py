@@ -191,6 +191,10 @@ class Judged:
             for il in range(len(ROPES))
         }
 
+    def contents(self):
+        """Return what each cell holds, to tell whether anything changed."""
+        return [(c.pos, c.token, sorted(c.seqs)) for c in self.oracle.cells]
+
     # -- judgement ----------------------------------------------------------------------------
 
     def compare(self):

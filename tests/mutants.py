@@ -99,8 +99,11 @@ def mutants_of(module: str) -> Iterator[Mutant]:
     numbers = {node: number for number, node in enumerate(ast.walk(tree))}
     seen: Counter[str] = Counter()
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        raised = [n for s in ast.walk(function) if isinstance(s, ast.Raise) for n in ast.walk(s)]
         for statement in function.body:
             for node in ast.walk(statement):
+                if node in raised and not isinstance(node, ast.Raise):
+                    continue  # a message
                 for kind, (word, _) in enumerate(_changes(node)):
                     name = f"{module}: {function.name}: {word}: {ast.unparse(node)}"
                     if word == "one more":

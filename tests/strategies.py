@@ -82,11 +82,12 @@ def ranges_around(held):
 
 
 def deltas_around(held):
-    """Steps of a few positions, one to around zero, or any."""
+    """Steps of a few positions, one to around zero, one to the last position, or any."""
     few = st.sampled_from([1, -1, 2, -2, 5, -5, 40])
     to_zero = st.sampled_from(held or [0]).flatmap(lambda p: st.sampled_from([-p, -p - 1, -p + 1]))
-    rare = st.sampled_from([0, MAX_POS, -MAX_POS, MAX_POS + 1, -MAX_POS - 1])
-    return mostly(st.one_of(few, few, to_zero), rare, 12)
+    to_end = [MAX_POS - max(held, default=0), MAX_POS - max(held, default=0) + 1]
+    rare = st.sampled_from([*to_end, 0, MAX_POS, -MAX_POS, MAX_POS + 1, -MAX_POS - 1])
+    return mostly(st.one_of(few, few, to_zero), rare, 8)
 
 
 divisors = mostly(st.sampled_from([2, 3, 5]), st.sampled_from([1, MAX_POS, 0, -2, MAX_POS + 1]), 8)

@@ -22,7 +22,13 @@ FORGOTTEN = [
 ]
 """Resets of a freed cell: the reference's longest-lived kind of bug."""
 
-DIRECT = ("kernels/test_cells.py", "kernels/test_slots.py", "test_unified.py")
+DIRECT = (
+    "kernels/test_cells.py",
+    "kernels/test_slots.py",
+    "test_unified.py",
+    "test_unified_stateful.py::test_a_cache_of_one_cell",
+    "test_unified_stateful.py::test_a_step_is_stale_after",
+)
 EQUIVALENT = {
     "words without members are skipped, which only saves time": [
         "kernels/cells.py: seq_rm_kernel: drop: continue",
@@ -54,6 +60,18 @@ EQUIVALENT = {
     "the search goes on from cell 0 either way; no step of no cells": [
         "kernels/slots.py: find_ring_kernel: drop: continue",
         "kernels/slots.py: find_ring_kernel: compare: run > 0",
+    ],
+    "runs of one cell are stepped over, not jumped: the count is the same": [
+        "kernels/slots.py: find_ring_kernel: one more: 0 in if run > 0:",
+    ],
+    "a test that an earlier one makes needless, or a value that changes nothing": [
+        "placement.py: find_any: drop: raise self.no_slot(n, 'free')",
+        "placement.py: find_run: one more: 0 in start = slots.find_run_kernel(c.used, c.pinned, "
+        "c.n_cells, n) if n else 0",
+        "placement.py: check_free: one more: 0 in if where.min(initial=0) < 0 or "
+        "where.max(initial=0) >= c.n_cells: #2",
+        "verbs.py: seq_keep: compare: first < self.cells.n_cells",
+        "verbs.py: _changed: one more: 1 in self._version += 1",
     ],
     "room in files is reserved; without it only a full disk shows": [
         "upkeep.py: split_cells: drop: layers.reserve(int(dst.max()) + 1)",

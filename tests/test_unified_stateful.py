@@ -32,7 +32,7 @@ class UnifiedMachine(RuleBasedStateMachine):
         data=st.data(),
         n_seq_max=strategies.n_seq_max,
         placement=st.sampled_from(["scatter", "ring"]),
-        n_spare=st.sampled_from([0, 0, 3]),
+        n_spare=st.sampled_from([0, 3]),
         layout=st.tuples(st.booleans(), st.sampled_from([ROPES, ROPES, (None,) * len(ROPES)])),
         prefilled=strategies.prefilled,
     )
@@ -225,23 +225,27 @@ class UnifiedMachine(RuleBasedStateMachine):
             return
         bad_id = data.draw(strategies.bad_seq_ids(self.n_seq_max))
         bad_pos = data.draw(st.sampled_from([-1, -7, 2**31 - 1]))
-        for pos, ids in (
-            ([3], [[bad_id]]),
-            ([bad_pos], [[0]]),
-            ([3], [[]]),
-            ([3], [[0, 0]]),
-        ):
+        for pos, ids in ([3], [[bad_id]]), ([bad_pos], [[0]]), ([3], [[]]), ([3], [[0, 0]]):
             self.judged.call("place", slot, pos, ids, [5])
+        for cell in -1, self.oracle.n_cells, self.oracle.n_cells + 63:
+            self.judged.call("place", [*slot, cell], [3, 3], [[0], [0]], [5, 5])
+        where = self.oracle.free_cells()[: max(0, self.oracle.n_free) + 1]
+        if self.judged.place(where, where, [[0]] * len(where), where):
+            self.judged.call("rollback")
 
     def apply_a_stale_step(self, data):
-        s = data.draw(strategies.seq_ids(self.n_seq_max))
-        steps, _ = self.judged.prepare([0], [[s]], 1, [7])
+        """A step planned before the cells changed must not be applied."""
+        steps, _ = self.judged.prepare([0], [[0]], 1, [7])
         if not steps:
             return
-        calls = ("seq_rm", s, 0, 2), ("seq_keep", s), ("clear",)
-        self.judged.call(*data.draw(st.sampled_from(calls)))
-        with pytest.raises(StepError):
-            steps[0].apply()
+        s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
+        verbs = ("seq_rm", s, 0, 2), ("seq_cp", s, other, 0, -1), ("seq_keep", s), ("clear",)
+        shifts = ("seq_add", s, 0, -1, 1), ("seq_div", s, 0, -1, 2)
+        before = self.judged.contents()
+        self.judged.call(*data.draw(st.sampled_from(verbs + shifts), label="meanwhile"))
+        if self.judged.contents() != before:
+            with pytest.raises(StepError):
+                steps[0].apply()
 
     def call_with_other_kinds(self, bad):
         c = self.cache
@@ -281,10 +285,7 @@ class UnifiedMachine(RuleBasedStateMachine):
         assert view.pos.tolist() == pos
         assert view.seq_ids.tolist() == listed
         assert (view.used, view.n_tokens) == (self.oracle.used, self.oracle.n_tokens)
-        assert (
-            view.max_contiguous,
-            view.max_contiguous_idx,
-        ) == self.oracle.longest_hole()
+        assert (view.max_contiguous, view.max_contiguous_idx) == self.oracle.longest_hole()
 
     def compare_defrag_plans(self, limit):
         ids, n_moves = self.oracle.defrag_plan(limit)
@@ -324,3 +325,39 @@ def test_a_bare_batch_continues_sequence_0():
     judged.compare()
     (step,) = judged.cache.prepare(Batch(np.array([7])))
     assert step.pos.tolist() == [2]
+
+
+@pytest.mark.parametrize("placement", ["scatter", "ring"])
+def test_a_cache_of_one_cell(placement):
+    judged = Judged(1, 1, placement, "copy")
+    assert judged.place([0], [5], [[0]], [9])
+    judged.call("commit")
+    judged.call("find_slot", 1)
+    judged.call("seq_add", 0, 0, -1, -5)
+    judged.call("update")
+    judged.compare()
+    judged.call("seq_rm", 0, 0, 1)
+    assert judged.call("find_slot", 1) == [0]
+    judged.compare()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("seq_rm", 0, 1, 2),
+        ("seq_cp", 0, 1, 0, 1),
+        ("seq_keep", 1),
+        ("seq_add", 0, 0, -1, 1),
+        ("seq_div", 0, 1, -1, 2),
+        ("clear",),
+    ],
+)
+def test_a_step_is_stale_after(verb):
+    judged = Judged(8, 2, "scatter", "move")
+    assert judged.place([0, 1], [0, 1], [[0], [0]], [5, 6])
+    judged.call("commit")
+    steps, _ = judged.prepare([2], [[0]], 1, [7])
+    judged.call(*verb)
+    with pytest.raises(StepError):
+        steps[0].apply()
+    judged.compare()
