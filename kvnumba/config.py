@@ -16,6 +16,7 @@ from kvnumba.errors import ConfigError
 PAIRINGS = ("normal", "neox", "none")
 PLACEMENTS = ("scatter", "ring")
 SHARED_RULES = ("move", "refuse", "copy")
+WINDOW_KINDS = ("standard", "chunked", "symmetric")
 MAX_SEQ = 1 << 16
 MAX_LAYER = 1 << 14
 MAX_NUMBER = float(np.finfo(np.float64).max)
@@ -229,6 +230,12 @@ class CacheConfig:
         Only the reference's padding depends on it: 256 cells with, 32 without.
     can_shift : bool
         False for models whose K must not be rotated after the fact.
+    window : int
+        Positions that a token sees, its own included; cells that nobody will see again are used
+        anew. 0: all, and no cell is used anew.
+    window_kind : {"standard", "chunked", "symmetric"}
+        A token at p1 sees p0 if ``p1 - p0 < window``, if ``p0 >= p1 // window * window``, or if
+        ``|p1 - p0| <= window // 2`` (llama-hparams.h).
 
     Raises
     ------
@@ -253,18 +260,24 @@ class CacheConfig:
     shared: str = "move"
     flash_attn: bool = True
     can_shift: bool = True
+    window: int = 0
+    window_kind: str = "standard"
     _ropes: tuple[RopeConfig | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_ctx", "n_seq_max", "n_batch", "n_ubatch"):
             _put_count(self, name, 1)
         _put_count(self, "n_spare", 0)
+        _put_count(self, "window", 0)
         for name in ("v_trans", "flash_attn", "can_shift"):
             _put_flag(self, name)
         _put_choice(self, "placement", PLACEMENTS)
         _put_choice(self, "shared", SHARED_RULES)
+        _put_choice(self, "window_kind", WINDOW_KINDS)
         _put_type(self, "type_k")
         _put_type(self, "type_v")
+        if self.window and self.placement == "ring":
+            raise ConfigError('a window goes with placement="scatter": cells are used anew one by one')
         if self.n_cells > np.iinfo(np.int32).max - 64:
             raise ConfigError(f"n_ctx + n_spare = {self.n_cells} is beyond 2**31 - 65 cells")
         if self.n_seq_max > MAX_SEQ:
