@@ -83,11 +83,11 @@ def _put_type(config: Any, name: str) -> None:
     object.__setattr__(config, name, kv_type(value).name)
 
 
-def _per_layer(value: Any, n_layer: int, name: str) -> tuple[int, ...]:
+def _per_layer(value: Any, n_layer: int, name: str, least: int = 1) -> tuple[int, ...]:
     if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
-        values = tuple(_count(v, name, 1) for v in _entries(value, name))
+        values = tuple(_count(v, name, least) for v in _entries(value, name))
     else:
-        values = (_count(value, name, 1),) * n_layer
+        values = (_count(value, name, least),) * n_layer
     if len(values) != n_layer:
         raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
     return values
@@ -209,7 +209,7 @@ class CacheConfig:
     n_head_kv, head_dim : int or sequence of int
         KV heads and values per head, for all layers or for each.
     head_dim_v : int or sequence of int, optional
-        Values per head of V; default `head_dim`.
+        Values per head of V; default `head_dim`. 0: the layer stores K alone.
     n_seq_max : int
         Sequence ids run from 0 to ``n_seq_max - 1``.
     type_k, type_v : str
@@ -277,7 +277,7 @@ class CacheConfig:
         _put_type(self, "type_k")
         _put_type(self, "type_v")
         if self.window and self.placement == "ring":
-            raise ConfigError('a window goes with placement="scatter": cells are used anew one by one')
+            raise ConfigError('a window wants placement="scatter": cells are used anew one by one')
         if self.n_cells > np.iinfo(np.int32).max - 64:
             raise ConfigError(f"n_ctx + n_spare = {self.n_cells} is beyond 2**31 - 65 cells")
         if self.n_seq_max > MAX_SEQ:
@@ -288,7 +288,7 @@ class CacheConfig:
         put(self, "n_head_kv", _per_layer(self.n_head_kv, self.n_layer, "n_head_kv"))
         put(self, "head_dim", _per_layer(self.head_dim, self.n_layer, "head_dim"))
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
-        put(self, "head_dim_v", _per_layer(head_dim_v, self.n_layer, "head_dim_v"))
+        put(self, "head_dim_v", _per_layer(head_dim_v, self.n_layer, "head_dim_v", 0))
         put(self, "_ropes", self._rope_per_layer())
         for il in range(self.n_layer):
             self._check_layer(il)
@@ -353,6 +353,10 @@ class CacheConfig:
     def n_embd_v(self, il: int) -> int:
         """Return the values of one V row of layer `il`."""
         return self.n_kv_heads(il) * self.v_head_dim(il)
+
+    def has_v(self, il: int) -> bool:
+        """Return whether layer `il` stores V, and not K alone."""
+        return self.v_head_dim(il) > 0
 
     def rope_of(self, il: int) -> RopeConfig | None:
         """Return the rope of layer `il`; None when its K is not rotated."""

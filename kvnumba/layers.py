@@ -87,7 +87,8 @@ class KVLayers:
     k : list of ndarray, shape (n_cells, row_items), storage dtype
         K of each layer: plain arrays over the mapping.
     v : list of ndarray
-        V of each layer, laid out as `k`, or ``[n_embd_v, n_cells]`` with ``config.v_trans``.
+        V of each layer, laid out as `k`, or ``[n_embd_v, n_cells]`` with ``config.v_trans``. Of
+        width 0 where the layer stores K alone.
     rows : MemoryRows or MappedRows
         What holds them.
 
@@ -154,7 +155,7 @@ class KVLayers:
         if n_cells > self.rows.n_reserved:
             self.rows.reserve(n_cells)
 
-    def write(self, il: int, cells: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    def write(self, il: int, cells: np.ndarray, k: np.ndarray, v: np.ndarray | None = None) -> None:
         """Convert rows to the storage types and put them into cells.
 
         Parameters
@@ -164,6 +165,7 @@ class KVLayers:
         cells : ndarray, shape (n,), int32
             Cells that `reserve` made safe.
         k, v : ndarray, shapes (n, n_embd_k) and (n, n_embd_v), float32
+            Only a layer that stores K alone does without `v`.
 
         Raises
         ------
@@ -175,10 +177,14 @@ class KVLayers:
         self._check_layer(il)
         self._check_cells(cells)
         self._check_rows("k", k, len(cells), c.n_embd_k(il))
-        self._check_rows("v", v, len(cells), c.n_embd_v(il))
+        if v is not None:
+            self._check_rows("v", v, len(cells), c.n_embd_v(il))
+        elif c.has_v(il):
+            raise ShapeError(f"layer {il} has V: float32 {(len(cells), c.n_embd_v(il))} wanted")
         rows.write_rows(c.type_k, self.k[il], cells, np.ascontiguousarray(k))
-        put = rows.write_cols if c.v_trans else rows.write_rows
-        put(c.type_v, self.v[il], cells, np.ascontiguousarray(v))
+        if v is not None and c.has_v(il):
+            put = rows.write_cols if c.v_trans else rows.write_rows
+            put(c.type_v, self.v[il], cells, np.ascontiguousarray(v))
 
     def read_k(self, il: int, cells: np.ndarray) -> np.ndarray:
         """Return the K rows of some cells, shape (n, n_embd_k), float32."""
@@ -195,7 +201,8 @@ class KVLayers:
         self._check_layer(il)
         self._check_cells(cells)
         out = np.empty((len(cells), c.n_embd_v(il)), np.float32)
-        (rows.read_cols if c.v_trans else rows.read_rows)(c.type_v, self.v[il], cells, out)
+        if c.has_v(il):
+            (rows.read_cols if c.v_trans else rows.read_rows)(c.type_v, self.v[il], cells, out)
         return out
 
     def copy_cells(self, src: np.ndarray, dst: np.ndarray) -> None:
@@ -248,7 +255,8 @@ class KVLayers:
         shift_rows(c.type_k, self.k[il], src, dst, delta, *shape, is_neox, self._thetas[il])
 
     def _copy_v(self, il: int, src: np.ndarray, dst: np.ndarray) -> None:
-        (rows.copy_cols if self.config.v_trans else rows.copy_rows)(self.v[il], dst, src)
+        if self.config.has_v(il):
+            (rows.copy_cols if self.config.v_trans else rows.copy_rows)(self.v[il], dst, src)
 
     def clear(self) -> None:
         """Give the rows' memory and disk space back; they read as zeros. No page is touched."""

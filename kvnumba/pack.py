@@ -5,7 +5,7 @@
     64 KiB header    magic, version, byte order, ids, slots, planes, checksum; never changes
     plane 0          SLOTS rows of K of layer 0, at a multiple of 64 KiB
     plane 1          V of layer 0
-    plane 2          K of layer 1 ...
+    plane 2          K of layer 1 ...      (a layer without V has no plane for it)
 
 A plane is as long as its SLOTS rows from the start, but disk space is reserved only for the slots
 that may be written. With 65,536 slots every plane is a multiple of 64 KiB whatever its row, so it
@@ -58,6 +58,8 @@ class Plane(NamedTuple):
 def planes_of(config: CacheConfig) -> tuple[Plane, ...]:
     """Return the planes of a pack for `config`, in file order: K and V of each layer.
 
+    A layer that stores K alone has one plane.
+
     Raises
     ------
     ConfigError
@@ -67,12 +69,17 @@ def planes_of(config: CacheConfig) -> tuple[Plane, ...]:
     for il in range(config.n_layer):
         for kind in (KIND_K, KIND_V):
             rows = config.row_bytes_k(il) if kind == KIND_K else config.row_bytes_v(il)
+            if not rows:
+                continue
             ggml_id = (config.k_type if kind == KIND_K else config.v_type).ggml_id
             planes.append(Plane(kind, il, ggml_id, rows, offset))
             offset += planes[-1].n_bytes
     most = (HEADER_BYTES - _FIXED.size - _SUM.size) // _PLANE.size
     if len(planes) > most:
-        raise ConfigError(f"{config.n_layer} layers are too many for a pack, at most {most // 2}")
+        raise ConfigError(
+            f"{config.n_layer} layers are too many for a pack: {len(planes)} planes of K and V, at "
+            f"most {most}"
+        )
     return tuple(planes)
 
 

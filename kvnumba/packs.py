@@ -35,7 +35,7 @@ class MappedRows:
     Attributes
     ----------
     k, v : list of ndarray, shape (n_cells, row_items), storage dtype
-        One array per layer.
+        One array per layer; of width 0 where a layer stores K alone.
     n_reserved : int
         Cells ``[0, n_reserved)`` are safe to write.
     packs : list of Pack
@@ -71,14 +71,13 @@ class MappedRows:
         self.is_open = True
 
     def _arrays(self, config: CacheConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        k: list[np.ndarray] = []
-        v: list[np.ndarray] = []
+        v_type = config.v_type.storage
+        k = [np.empty((self.n_cells, 0), config.k_type.storage)] * config.n_layer
+        v = [np.empty((self.n_cells, 0), v_type)] * config.n_layer
         for plane, start in zip(self._planes, self._starts, strict=True):
-            kind = config.k_type if plane.kind == KIND_K else config.v_type
-            shape = (self.n_cells, plane.row_bytes // kind.storage.itemsize)
-            (k if plane.kind == KIND_K else v).append(
-                self._region.array(start, shape, kind.storage)
-            )
+            out, dtype = (k, config.k_type.storage) if plane.kind == KIND_K else (v, v_type)
+            shape = (self.n_cells, plane.row_bytes // dtype.itemsize)
+            out[plane.layer] = self._region.array(start, shape, dtype)
         return k, v
 
     def _add_pack(self) -> None:

@@ -111,6 +111,8 @@ class Reader:
         config = self._config
         if not isinstance(il, (int, np.integer)) or not 0 <= il < config.n_layer:
             raise ConfigError(f"layer {il!r} is outside [0, {config.n_layer})")
+        if not config.has_v(il):
+            raise ConfigError(f"layer {il} stores K alone (head_dim_v 0): nothing to attend to")
         n_head_kv, n_tokens = config.n_kv_heads(il), sum(len(g[1]) for g in groups)
         if not isinstance(q, np.ndarray) or not isinstance(out, np.ndarray | None):
             raise ShapeError("q and out must be numpy arrays")
