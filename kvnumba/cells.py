@@ -143,9 +143,11 @@ class Cells:
 
     def members(self, seq_id: int) -> np.ndarray:
         """Return the cells of a sequence, int32, ascending."""
-        return self._listed(self.seq[self.check_seq_id(seq_id)])
+        return self.listed(self.seq[self.check_seq_id(seq_id)])
 
-    def _listed(self, members: np.ndarray) -> np.ndarray:
+    @staticmethod
+    def listed(members: np.ndarray) -> np.ndarray:
+        """Return the cells of a bitmap, int32, ascending."""
         out = np.empty(bits.count_kernel(members), np.int32)
         bits.list_kernel(members, out)
         return out
@@ -184,6 +186,18 @@ class Cells:
         """Return the lowest free cells, int32; fewer than `n` when there are not that many."""
         out = np.empty(n, np.int32)
         return out[: slots.find_free_kernel(self.used, self.pinned, self.n_cells, out)]
+
+    def copy(self) -> Cells:
+        """Return a copy that shares nothing with this one."""
+        out = Cells(self.n_cells, self.n_seq_max)
+        out.restore(self)
+        return out
+
+    def restore(self, other: Cells) -> None:
+        """Take over the metadata of a copy; arrays stay where they are."""
+        for mine, theirs in zip(self.state, other.state, strict=True):
+            mine[:] = theirs
+        self.pinned[:] = other.pinned
 
     def clear(self) -> None:
         """Empty every cell."""

@@ -53,6 +53,10 @@ class CannotShiftError(KVCacheError, RuntimeError):
     """The cache cannot rotate its K rows, so positions must not change."""
 
 
+class WindowLostError(KVCacheError, RuntimeError):
+    """A sequence would go on where its window has already been used anew."""
+
+
 class InUseError(KVCacheError, RuntimeError):
     """A change came from a second thread, or from a forked child process."""
 

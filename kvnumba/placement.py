@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,23 @@ from kvnumba.cells import Cells, is_whole
 from kvnumba.config import CacheConfig
 from kvnumba.errors import CacheFullError, NoSlotError, ShapeError
 from kvnumba.kernels import slots
+
+_NONE = np.empty(0, np.int32)
+
+
+class Slot(NamedTuple):
+    """Where the tokens of one ubatch go.
+
+    Attributes
+    ----------
+    cells : ndarray, shape (n_tokens,), int32
+        The cell of each token.
+    taken : ndarray, int32
+        Those among them that are in use still and will be freed first (see `kvnumba.sliding`).
+    """
+
+    cells: np.ndarray
+    taken: np.ndarray = _NONE
 
 
 class Placement:
@@ -117,28 +135,31 @@ class Placement:
             raise self.no_slot(n, "adjacent")
         return np.arange(start, start + n, dtype=np.int32)
 
-    def plan(self, n_tokens: int, n_ubatch: int) -> list[np.ndarray]:
-        """Find cells for every ubatch of a batch, on trial.
+    def plan(self, n_tokens: Sequence[int]) -> list[Slot]:
+        """Find free cells for every ubatch of a batch, on trial.
 
-        Returns
-        -------
-        slots : list of ndarray, int32
-            The cells of each ubatch of at most `n_ubatch` tokens.
+        Parameters
+        ----------
+        n_tokens : sequence of int
+            Tokens of each ubatch.
 
         Raises
         ------
         NoSlotError
             If not all of it fits; the cells are as before.
         """
+        if not n_tokens:
+            return []
         if not self.is_ring:
-            cells = self.find_any(n_tokens)
-            return [cells[t : t + n_ubatch] for t in range(0, n_tokens, n_ubatch)]
+            cells = self.find_any(sum(n_tokens))
+            ends = np.cumsum(n_tokens, dtype=np.int64)[:-1]
+            return [Slot(part) for part in np.split(cells, ends)]
         start, used = self.search_start, self._cells.used.copy()
         found = []
         try:
-            for t in range(0, n_tokens, n_ubatch):
-                cells = self.find_ring(min(n_ubatch, n_tokens - t))
-                found.append(cells)
+            for n in n_tokens:
+                cells = self.find_ring(n)
+                found.append(Slot(cells))
                 words = cells >> 6
                 bits = np.uint64(1) << (cells & 63).astype(np.uint64)
                 np.bitwise_or.at(self._cells.used, words, bits)

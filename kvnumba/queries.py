@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvnumba.cells import Cells
     from kvnumba.config import CacheConfig
     from kvnumba.placement import Placement
+    from kvnumba.sliding import Sliding
 
 
 class CellQueries:
@@ -21,10 +22,15 @@ class CellQueries:
     config: CacheConfig
     cells: Cells
     placement: Placement
+    sliding: Sliding
 
     def seq_pos_min(self, seq_id: int) -> int:
-        """Return the least position of a sequence, -1 when it is empty."""
-        return int(self.cells.pos_bounds(self.cells.check_seq_id(seq_id))[0])
+        """Return the least held position that a sequence can be cut back to, -1 when it is empty.
+
+        Without a window that is the least position held. With one, tokens after it still see all
+        that they would have seen; see `kvnumba.memory.Memory`.
+        """
+        return self.sliding.pos_min(self.cells.check_seq_id(seq_id))
 
     def seq_pos_max(self, seq_id: int) -> int:
         """Return the greatest position of a sequence, -1 when it is empty."""

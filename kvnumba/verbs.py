@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from kvnumba import upkeep
@@ -13,6 +15,23 @@ from kvnumba.kernels import cells as kernels
 from kvnumba.kernels.bits import _next_clear
 from kvnumba.layers import KVLayers
 from kvnumba.queries import CellQueries
+from kvnumba.sliding import Sliding
+
+log = logging.getLogger(__name__)
+
+
+def checked_delta(delta: object) -> int:
+    """Return a change of positions as int, or raise PositionError."""
+    if not is_whole(delta) or abs(int(delta)) > MAX_POS:  # type: ignore[call-overload]
+        raise PositionError(f"delta {delta!r} must be a whole number within +-{MAX_POS}")
+    return int(delta)  # type: ignore[call-overload]
+
+
+def checked_divisor(d: object) -> int:
+    """Return a divisor of positions as int, or raise PositionError."""
+    if not is_whole(d) or not 1 <= d <= MAX_POS:  # type: ignore[operator]
+        raise PositionError(f"divisor {d!r} must be a whole number from 1 to {MAX_POS}")
+    return int(d)  # type: ignore[call-overload]
 
 
 class SequenceVerbs(CellQueries):
@@ -24,6 +43,7 @@ class SequenceVerbs(CellQueries):
 
     layers: KVLayers
     guard: Guard
+    sliding: Sliding
     has_shift: bool
     _pending: list[np.ndarray]
     _version: int
@@ -48,24 +68,46 @@ class SequenceVerbs(CellQueries):
         Returns
         -------
         bool
-            True: a unified cache can always remove.
+            False, and nothing is changed, where `refusal` has a reason; without a window never.
 
         Raises
         ------
         SequenceError, PositionError
             If an argument is impossible.
         """
-        s, (p0, p1) = (
-            self.cells.check_seq_id(seq_id, allow_all=True),
-            self.cells.check_range(p0, p1),
-        )
+        s = self.cells.check_seq_id(seq_id, allow_all=True)
+        p0, p1 = self.cells.check_range(p0, p1)
         with self.guard:
             self._check_none_pending()
+            reason = self._refusal(s, p0, p1)
+            if reason is not None:
+                log.warning("seq_rm(%d, %d, %d) refused: %s", s, p0, p1, reason)
+                return False
             self._changed()
             n_freed, first = self.cells.rm(s, p0, p1)
             if n_freed:
                 self.placement.freed(first)
+            if self.config.window:
+                for of in range(self.config.n_seq_max) if s < 0 else (s,):
+                    self.sliding.removed(of, p0, p1)
         return True
+
+    def refusal(self, seq_id: int, p0: int = -1, p1: int = -1) -> str | None:
+        """Return why `seq_rm` would refuse, None when it would not.
+
+        Raises
+        ------
+        SequenceError, PositionError
+            If an argument is impossible.
+        """
+        s = self.cells.check_seq_id(seq_id, allow_all=True)
+        return self._refusal(s, *self.cells.check_range(p0, p1))
+
+    def _refusal(self, s: int, p0: int, p1: int) -> str | None:
+        if not self.config.window:
+            return None
+        ids = range(self.config.n_seq_max) if s < 0 else (s,)
+        return next(filter(None, (self.sliding.refusal(of, p0, p1) for of in ids)), None)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let `dst` share the cells of `src` in ``[p0, p1)``. Nothing is copied.
@@ -74,6 +116,8 @@ class SequenceVerbs(CellQueries):
         ------
         SequenceError, PositionError
             If an argument is impossible.
+        WindowLostError
+            If `dst` would go on where its window has been used anew.
         """
         src, dst = self.cells.check_seq_id(src), self.cells.check_seq_id(dst)
         p0, p1 = self.cells.check_range(p0, p1)
@@ -81,9 +125,11 @@ class SequenceVerbs(CellQueries):
             return
         with self.guard:
             self._check_none_pending()
+            lost = self.sliding.checked_copy(src, dst, p0, p1)
             self._changed()
             c = self.cells
             kernels.seq_cp_kernel(c.pos, c.seq, c.shared, src, dst, p0, p1)
+            self.sliding.lost[dst] = lost
             self.search_start = 0
 
     def seq_keep(self, seq_id: int) -> None:
@@ -99,6 +145,7 @@ class SequenceVerbs(CellQueries):
             self._check_none_pending()
             self._changed()
             kernels.seq_keep_kernel(*self.cells.state, s)
+            self.sliding.lost[np.arange(self.config.n_seq_max) != s] = -1
             row = self.cells.seq[s]
             first = _next_clear(row, row, 0, self.cells.n_cells)
             if first < self.cells.n_cells:
@@ -118,21 +165,16 @@ class SequenceVerbs(CellQueries):
             If this cache cannot rotate K.
         SharedCellError, NoSlotError
             ``shared="refuse"``; ``shared="copy"`` and not enough free cells.
+        WindowLostError
+            If a token that follows would see positions whose cells were used anew.
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), self.cells.check_range(p0, p1)
-        if not is_whole(delta) or abs(int(delta)) > MAX_POS:
-            raise PositionError(f"delta {delta!r} must be a whole number within +-{MAX_POS}")
-        if delta == 0 or p0 == p1:
+        by = checked_delta(delta)
+        if by == 0 or p0 == p1:
             return
         with self.guard:
-            high = self.cells.pos_bounds(s, p0, p1)[1]
-            if high + int(delta) > MAX_POS:
-                raise PositionError(
-                    f"position {high} + {delta} is beyond {MAX_POS}; use a smaller delta"
-                )
-            self._before_shift(s, p0, p1)
-            self.has_shift = True  # first: an interruption must not leave shifts that nobody knows
-            n_freed, first = kernels.seq_add_kernel(*self.cells.state, s, p0, p1, int(delta))
+            self._before_move(s, p0, p1, self._check_move(s, p0, p1, by, 1))
+            n_freed, first = kernels.seq_add_kernel(*self.cells.state, s, p0, p1, by)
             self.search_start = int(first) if n_freed else 0
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
@@ -144,34 +186,47 @@ class SequenceVerbs(CellQueries):
         ------
         SequenceError, PositionError
             If an argument is impossible (`d` must be at least 1).
-        CannotShiftError, SharedCellError, NoSlotError
+        CannotShiftError, SharedCellError, NoSlotError, WindowLostError
             As in `seq_add`.
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), self.cells.check_range(p0, p1)
-        if not is_whole(d) or not 1 <= d <= MAX_POS:
-            raise PositionError(f"divisor {d!r} must be a whole number from 1 to {MAX_POS}")
-        if d == 1 or p0 == p1:
+        by = checked_divisor(d)
+        if by == 1 or p0 == p1:
             return
         with self.guard:
-            self._before_shift(s, p0, p1)
+            self._before_move(s, p0, p1, self._check_move(s, p0, p1, 0, by))
             c = self.cells
-            self.has_shift = True
-            kernels.seq_div_kernel(c.pos, c.shift, c.seq, s, p0, p1, int(d))
+            kernels.seq_div_kernel(c.pos, c.shift, c.seq, s, p0, p1, by)
 
-    def _before_shift(self, seq_id: int, p0: int, p1: int) -> None:
+    def _check_move(self, s: int, p0: int, p1: int, delta: int, d: int) -> np.ndarray:
+        """Raise what `seq_add` and `seq_div` would raise; return what the window will have lost."""
         self._check_none_pending()
         if not self.can_shift:
             raise CannotShiftError("K of this model cannot be rotated: positions must not change")
+        high = self.cells.pos_bounds(s, p0, p1)[1]
+        if high + delta > MAX_POS:
+            raise PositionError(
+                f"position {high} + {delta} is beyond {MAX_POS}; use a smaller delta"
+            )
         if self.config.shared != "move":
-            src = self.cells.shared_in_range(seq_id, p0, p1)
-            if len(src) and self.config.shared == "refuse":
+            n = len(self.cells.shared_in_range(s, p0, p1))
+            if n and self.config.shared == "refuse":
                 raise SharedCellError(
-                    f"{len(src)} cells of sequence {seq_id} in the range belong to others too; "
+                    f"{n} cells of sequence {s} in the range belong to others too; "
                     'use shared="copy" to give it cells of its own'
                 )
+            if n:
+                self.layers.reserve(int(self.placement.find_any(n).max()) + 1)
+        return self.sliding.checked_move(s, p0, p1, delta, d)
+
+    def _before_move(self, seq_id: int, p0: int, p1: int, lost: np.ndarray) -> None:
+        if self.config.shared == "copy":
+            src = self.cells.shared_in_range(seq_id, p0, p1)
             if len(src):
                 upkeep.split_cells(self.cells, self.layers, self.placement, seq_id, src)
         self._changed()
+        self.sliding.lost[:] = lost
+        self.has_shift = True  # first: an interruption must not leave shifts that nobody knows
 
     @property
     def n_pending(self) -> int:

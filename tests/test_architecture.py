@@ -11,12 +11,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "kvnumba"
 LAYERS = {
-    0: {"errors", "config", "dtypes"},
+    0: {"errors", "config", "dtypes", "rope_config", "config_fields", "recurrent_config"}
+    | {"composite_config"},
     1: {"kernels"},
     2: {"batch", "cells", "mapping", "pack", "layers", "prefix", "guard", "view", "placement"}
-    | {"upkeep", "reading", "steps", "queries", "verbs", "files", "packs"},
-    3: {"unified"},
-    4: {"store"},
+    | {"upkeep", "reading", "steps", "queries", "verbs", "files", "packs", "status", "memory"}
+    | {"continuity", "splitting", "batch_rules", "sliding", "unified_steps", "placing", "masks"}
+    | {"extra_positions", "recurrent_cells", "recurrent_rows", "recurrent_steps"}
+    | {"recurrent_placing", "recurrent_verbs"},
+    3: {"unified", "recurrent", "composite", "window", "hybrid", "streams"},
+    4: {"store", "prefill", "checkpoints", "branches"},
     5: {"runner", "replay"},
     6: {"cli"},
     7: {"__init__", "__main__"},
