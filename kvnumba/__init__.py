@@ -14,9 +14,15 @@ from kvnumba.errors import KVCacheError
 
 if TYPE_CHECKING:
     from kvnumba.batch import Batch
+    from kvnumba.composite_config import HybridConfig, WindowConfig
+    from kvnumba.hybrid import HybridCache
+    from kvnumba.recurrent import RecurrentCache
+    from kvnumba.recurrent_config import RecurrentConfig
     from kvnumba.store.fingerprint import Fingerprint
     from kvnumba.store.session import Session
+    from kvnumba.streams import StreamsCache
     from kvnumba.unified import UnifiedCache
+    from kvnumba.window import WindowCache
 
 __version__ = "0.1.0"
 
@@ -26,18 +32,32 @@ __all__ = [
     "Batch",
     "CacheConfig",
     "Fingerprint",
+    "HybridCache",
+    "HybridConfig",
     "KVCacheError",
+    "RecurrentCache",
+    "RecurrentConfig",
     "RopeConfig",
     "Session",
+    "StreamsCache",
     "UnifiedCache",
+    "WindowCache",
+    "WindowConfig",
     "__version__",
 ]
 
 _LAZY = {
     "Batch": "kvnumba.batch",
     "Fingerprint": "kvnumba.store.fingerprint",
+    "HybridCache": "kvnumba.hybrid",
+    "HybridConfig": "kvnumba.composite_config",
+    "RecurrentCache": "kvnumba.recurrent",
+    "RecurrentConfig": "kvnumba.recurrent_config",
     "Session": "kvnumba.store.session",
+    "StreamsCache": "kvnumba.streams",
     "UnifiedCache": "kvnumba.unified",
+    "WindowCache": "kvnumba.window",
+    "WindowConfig": "kvnumba.composite_config",
 }
 
 

@@ -28,6 +28,22 @@ def test_python_blocks_run_in_order_and_print_what_is_said(tmp_path, monkeypatch
     assert f"It prints `{out[0]}`" in README
 
 
+def _said(text: str) -> list[str]:
+    """The code in the sentences that say what an example prints."""
+    sentences = re.findall(r"It prints (.*?)[:.](?:\s|$)", text, re.DOTALL)
+    return [said for s in sentences for said in re.findall(r"`([^`]*)`", s)]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_python_blocks_of_the_docs_run_and_print_what_is_said(page, tmp_path, monkeypatch, capsys):
+    text = page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert capsys.readouterr().out.splitlines() == _said(text)
+
+
 def test_first_example_is_short():
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 18
 

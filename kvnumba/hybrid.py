@@ -1,0 +1,101 @@
+"""`HybridCache`: attention layers and recurrent layers of one model, as one cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from kvnumba.batch import Batch
+from kvnumba.cells import Cells
+from kvnumba.composite import CompositeCache
+from kvnumba.composite_config import HybridConfig, WindowConfig
+from kvnumba.recurrent import RecurrentCache
+from kvnumba.splitting import Ubatch
+from kvnumba.unified import UnifiedCache
+from kvnumba.window import WindowCache, part_paths
+
+
+class HybridCache(CompositeCache):
+    """Attention part and recurrent part; both hold the same tokens, always.
+
+    Parameters
+    ----------
+    config : HybridConfig
+    path : path-like, optional
+        A new or empty folder for mapped files. Default: anonymous memory.
+
+    Attributes
+    ----------
+    attention : UnifiedCache or WindowCache
+    recurrent : RecurrentCache
+        The parts. Change them through this object only.
+    """
+
+    part_names = ("attention", "recurrent")
+
+    def __init__(self, config: HybridConfig, path: str | os.PathLike[str] | None = None):
+        paths = part_paths(path, self.part_names)
+        self.attention: UnifiedCache | WindowCache
+        if isinstance(config.attention, WindowConfig):
+            self.attention = WindowCache(config.attention, paths[0])
+        else:
+            self.attention = UnifiedCache(config.attention, paths[0])
+        self.recurrent = RecurrentCache(config.recurrent, paths[1])
+        counts, route = [0, 0], []
+        for is_recurrent in config.is_recurrent:
+            route.append((int(is_recurrent), counts[is_recurrent]))
+            counts[is_recurrent] += 1
+        self._set_up(config, (self.attention, self.recurrent), route)
+
+    def _splits(self, batch: Batch, n_ubatch: int) -> Iterator[list[Ubatch]]:
+        yield self.recurrent.split(batch, n_ubatch, sequential=False)
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Make `dst` what `src` is, in both parts; what `dst` held is dropped.
+
+        Raises
+        ------
+        SequenceError
+            If an id is impossible.
+        PositionError
+            If the range does not cover the sequence: a state can only be copied whole.
+        """
+        src, dst = self._check_seq_id(src), self._check_seq_id(dst)
+        p0, p1 = Cells.check_range(p0, p1)
+        if src == dst or p0 >= p1:
+            return
+        with self.guard:
+            self._check_none_pending()
+            self.recurrent.seq_cp(src, dst, p0, p1)  # this one may refuse
+            self._version += 1
+            self.attention.seq_rm(dst)
+            self.attention.seq_cp(src, dst)
+
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Add `delta` to the positions ``[p0, p1)`` of a sequence, in both parts or in none.
+
+        Raises
+        ------
+        As `UnifiedCache.seq_add`.
+        """
+        with self.guard:
+            self._check_none_pending()
+            self.attention.seq_add(seq_id, p0, p1, delta)  # refuses all that the other would
+            self.recurrent.seq_add(seq_id, p0, p1, delta)
+            self._version += 1
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide the positions ``[p0, p1)`` of a sequence by `d`, in both parts or in none.
+
+        Raises
+        ------
+        As `UnifiedCache.seq_div`.
+        """
+        with self.guard:
+            self._check_none_pending()
+            self.attention.seq_div(seq_id, p0, p1, d)
+            self.recurrent.seq_div(seq_id, p0, p1, d)
+            self._version += 1
+
+    def __repr__(self) -> str:
+        return f"HybridCache(attention={self.attention!r}, recurrent={self.recurrent!r})"
