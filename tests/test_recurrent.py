@@ -334,6 +334,7 @@ def test_hole_d_sequences_that_share_a_state_may_go_back_differently():
     assert [cache.seq_pos_max(s) for s in range(3)] == [4, 3, 2]
     assert all(holds(cache, s, [1, 2, 3, 4, 5][: 5 - s]) for s in range(3))
     assert cache.used == 3
+    assert cache.cells.src.tolist() == [0, 1, 2, -1]
     # No state was copied: the rows are the same ones.
     assert cache.cells.row[cache.cells.tail[1], 0] == cache.cells.row[cache.cells.tail[0], 1]
 
@@ -344,17 +345,15 @@ def test_hole_d_sequences_that_share_a_state_may_go_back_differently():
 def test_quirk_two_new_sequences_at_once_lose_nobodys_state():
     """There, a new one was not led along by the swap, and took another's cell."""
     cache = make(6)
-    for s in (5, 1, 2, 3):
-        feed(cache, [10 + s], s)
-    cache.seq_rm(1)
-    kept = {s: [10 + s] for s in (5, 2, 3)}
-    cache.cells.search_start = 4
-    # The search wraps: the first new one gets cell 4, the next cell 5, the last cell 1.
-    step = place(cache, [0, 0, 0, 1], [(0,), (1,), (4,), (3,)])
-    assert step.n_kv >= 4
-    kept |= {0: [7], 1: [7], 4: [7], 3: [13, 7]}
+    for s in range(5):
+        place(cache, [0], [(s,)])
+    cache.seq_rm(0)
+    cache.cells.search_start = 5
+    step = place(cache, [0, 0], [(0,), (5,)])  # cell 5, and around to cell 0
+    assert (step.head, step.n_kv) == (0, 6)
     assert cache.used == 6
-    assert all(holds(cache, s, tokens) for s, tokens in kept.items())
+    assert all(holds(cache, s, [7]) for s in range(6))
+    assert cache.cells.tail[[0, 5]].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -619,7 +618,9 @@ def test_a_state_that_holds_later_positions_too_is_not_restored():
     for p0 in (4, 5, 6, 7):  # 5 to 7 are in each of these states
         assert cache.seq_rm(0, p0, -1) is False
     assert "went back behind position 7" in cache.refusal(0, 5)
+    assert cache.seq_pos_min(0) == 4
     feed(cache, [92], pos=[9])
+    assert cache.seq_pos_min(0) == 9  # the state at 4 is kept, but it cannot be cut back to 4
     assert cache.seq_rm(0, 9, -1)
     assert holds(cache, 0, [*range(8), 90, 91])
     assert cache.seq_rm(0, 0, 7) is False
@@ -769,6 +770,16 @@ def test_steps_may_be_applied_ahead_and_undone_one_by_one():
         compute(cache, step.apply())
     cache.rollback()
     assert holds(cache, 0, [1])
+
+
+def test_steps_ahead_write_no_row_of_a_step_that_is_pending():
+    cache = make(1, n_rewind=2)
+    steps = cache.prepare(Batch([1, 2, 3, 4], [5, 1, 6, 7]), n_ubatch=2)
+    first = steps[0].apply()
+    assert cache.cells.n_kept.tolist() == [1]  # the state at 5 will not be kept, but written
+    second = steps[1].apply()
+    assert not set(first.target_rows.ravel()) & set(second.target_rows.ravel())
+    steps.rollback()
 
 
 def test_a_step_that_fails_is_undone_and_the_ones_before_stay():
