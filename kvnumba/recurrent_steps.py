@@ -202,14 +202,14 @@ def _packed_sets(cells: RecurrentCells, ubatch: Ubatch) -> tuple[np.ndarray, np.
             "states are computed for sequences of equally many tokens: split the batch with "
             "split_equal or split_seq"
         )
-    set_ids = np.array([s for ids in ubatch.seq_sets for s in ids], np.int32)
-    for s in (set_ids.min(initial=0), set_ids.max(initial=0)):
-        cells.check_seq_id(int(s))
-    if len(np.unique(set_ids)) != len(set_ids):
+    ids = [s for seq_set in ubatch.seq_sets for s in seq_set]
+    for s in ids:
+        cells.check_seq_id(s)
+    if len(set(ids)) != len(ids):
         raise SequenceError(
             f"a sequence is in two sets of one ubatch: {ubatch.seq_sets}; split the batch with "
             "split_equal"
         )
     set_start = np.zeros(ubatch.n_seqs + 1, np.int64)
-    np.cumsum([len(ids) for ids in ubatch.seq_sets], out=set_start[1:])
-    return set_start, set_ids
+    np.cumsum([len(seq_set) for seq_set in ubatch.seq_sets], out=set_start[1:])
+    return set_start, np.array(ids, np.int32)
