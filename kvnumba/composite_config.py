@@ -136,7 +136,8 @@ class HybridConfig:
     attention : CacheConfig or WindowConfig
         The attention layers, in their order.
     recurrent : RecurrentConfig
-        The recurrent layers, in their order.
+        The recurrent layers, in their order. What is done with shared states (`shared`) is taken
+        from the attention part.
     is_recurrent : sequence of bool, one per layer of the model
 
     Raises
@@ -155,8 +156,9 @@ class HybridConfig:
         if not isinstance(self.recurrent, RecurrentConfig):
             raise ConfigError("recurrent must be a RecurrentConfig")
         object.__setattr__(self, "is_recurrent", _flags(self.is_recurrent, "is_recurrent"))
-        a = self.attention
-        n_attention = a.base.n_layer if isinstance(a, WindowConfig) else a.n_layer
+        a = self.attention.base if isinstance(self.attention, WindowConfig) else self.attention
+        object.__setattr__(self, "recurrent", replace(self.recurrent, shared=a.shared))
+        n_attention = a.n_layer
         for name, n, found in (
             ("attention", n_attention, self.is_recurrent.count(False)),
             ("recurrent", self.recurrent.n_layer, self.is_recurrent.count(True)),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvnumba.batch import Batch
 from kvnumba.cells import Cells
 from kvnumba.composite import CompositeCache
 from kvnumba.composite_config import HybridConfig, WindowConfig
+from kvnumba.errors import PositionError
 from kvnumba.recurrent import RecurrentCache
 from kvnumba.splitting import Ubatch
 from kvnumba.unified import UnifiedCache
+from kvnumba.verbs import checked_delta, checked_divisor
 from kvnumba.window import WindowCache, part_paths
 
 
@@ -76,26 +80,66 @@ class HybridCache(CompositeCache):
 
         Raises
         ------
-        As `UnifiedCache.seq_add`.
+        PositionError
+            If the last token would not be the one with the greatest position any more.
+        SequenceError, CannotShiftError, SharedCellError, NoSlotError, WindowLostError
+            As `UnifiedCache.seq_add`.
         """
-        with self.guard:
-            self._check_none_pending()
-            self.attention.seq_add(seq_id, p0, p1, delta)  # refuses all that the other would
-            self.recurrent.seq_add(seq_id, p0, p1, delta)
-            self._version += 1
+        s, (p0, p1) = self._check_seq_id(seq_id), Cells.check_range(p0, p1)
+        by = checked_delta(delta)
+        if by != 0 and p0 < p1:
+            self._move(s, p0, p1, by, 1)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide the positions ``[p0, p1)`` of a sequence by `d`, in both parts or in none.
 
         Raises
         ------
-        As `UnifiedCache.seq_div`.
+        As `seq_add`.
         """
+        s, (p0, p1) = self._check_seq_id(seq_id), Cells.check_range(p0, p1)
+        by = checked_divisor(d)
+        if by != 1 and p0 < p1:
+            self._move(s, p0, p1, 0, by)
+
+    def _move(self, s: int, p0: int, p1: int, delta: int, d: int) -> None:
         with self.guard:
             self._check_none_pending()
-            self.attention.seq_div(seq_id, p0, p1, d)
-            self.recurrent.seq_div(seq_id, p0, p1, d)
+            self._check_order(s, p0, p1, delta, d)
+            for part in self.parts:  # the attention part refuses all that the other would
+                if d == 1:
+                    part.seq_add(s, p0, p1, delta)
+                else:
+                    part.seq_div(s, p0, p1, d)
             self._version += 1
+
+    def _check_order(self, s: int, p0: int, p1: int, delta: int, d: int) -> None:
+        """Refuse a move after which the parts would end at different positions."""
+        cells = self.cells
+        owners = np.flatnonzero(cells.seq.any(axis=1)) if self.shares_move else [s]
+        mine = cells.members(s)
+        inside = mine[(cells.pos[mine] >= p0) & (cells.pos[mine] < p1)]
+        for of in owners:
+            theirs = cells.members(int(of))
+            pos = cells.pos[theirs].astype(np.int64)
+            moved = np.isin(theirs, inside)
+            new = np.where(moved, (pos + delta) // d, pos)
+            if moved.any() and new[np.argmax(pos)] != new.max():
+                raise PositionError(
+                    f"moving [{p0}, {p1}) would put tokens of sequence {of} behind its last one, "
+                    "whose state cannot be told from theirs"
+                )
+
+    @property
+    def cells(self) -> Cells:
+        """Metadata of the attention part's cells (of its base, with windows)."""
+        part = self.attention
+        return part.base.cells if isinstance(part, WindowCache) else part.cells
+
+    @property
+    def shares_move(self) -> bool:
+        """Whether cells that several sequences hold move for all of them."""
+        return self.recurrent.config.shared == "move"
 
     def __repr__(self) -> str:
         return f"HybridCache(attention={self.attention!r}, recurrent={self.recurrent!r})"

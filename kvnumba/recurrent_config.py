@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvnumba.config import MAX_SEQ, CacheConfig, _count, _entries, _put_count, _put_type
+from kvnumba.config import (
+    MAX_SEQ,
+    SHARED_RULES,
+    CacheConfig,
+    _count,
+    _entries,
+    _put_choice,
+    _put_count,
+    _put_type,
+)
 from kvnumba.dtypes import ElementType, kv_type
 from kvnumba.errors import ConfigError
 
@@ -44,6 +53,8 @@ class RecurrentConfig:
         Element types of the states, see `kvnumba.dtypes.KV_TYPES`.
     n_batch, n_ubatch : int
         Largest batch, and largest part of it that is placed and computed at once, in tokens.
+    shared : {"move", "refuse", "copy"}
+        What `seq_add` and `seq_div` do with a state that other sequences also hold.
 
     Raises
     ------
@@ -61,6 +72,7 @@ class RecurrentConfig:
     type_s: str = "f32"
     n_batch: int = 2048
     n_ubatch: int = 512
+    shared: str = "move"
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_seq_max", "n_batch", "n_ubatch"):
@@ -68,6 +80,7 @@ class RecurrentConfig:
         _put_count(self, "n_rewind", 0)
         _put_type(self, "type_r")
         _put_type(self, "type_s")
+        _put_choice(self, "shared", SHARED_RULES)
         if self.n_seq_max > MAX_SEQ:
             raise ConfigError(f"n_seq_max {self.n_seq_max} is beyond {MAX_SEQ}")
         if self.n_rewind > MAX_REWIND:

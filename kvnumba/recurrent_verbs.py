@@ -6,10 +6,12 @@ import logging
 from collections.abc import Iterator
 
 from kvnumba.batch import MAX_POS
-from kvnumba.cells import NO_END, Cells, is_whole
-from kvnumba.errors import PositionError
+from kvnumba.cells import NO_END, Cells
+from kvnumba.errors import PositionError, SharedCellError
 from kvnumba.guard import Guard
 from kvnumba.recurrent_cells import RecurrentCells
+from kvnumba.recurrent_config import RecurrentConfig
+from kvnumba.verbs import checked_delta, checked_divisor
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class RecurrentVerbs:
     tokens as far back as states are kept (``config.n_rewind``).
     """
 
+    config: RecurrentConfig
     cells: RecurrentCells
     guard: Guard
     is_seed: bool
@@ -186,7 +189,8 @@ class RecurrentVerbs:
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Add `delta` to the positions ``[p0, p1)`` of a sequence.
 
-        Only numbers change, no state. Sequences that share the state move along. When the last
+        Only numbers change, no state. Sequences that share the state follow ``config.shared``: they
+        move along, the call is refused, or this sequence gets a cell of its own. When the last
         token comes to lie below 0 the sequence is removed; kept states that do are dropped, and
         so are those of which it can no longer be told which tokens came after them.
 
@@ -194,13 +198,13 @@ class RecurrentVerbs:
         ------
         SequenceError, PositionError
             If an argument is impossible, or a position would leave ``[0, 2**31 - 2]``.
+        SharedCellError
+            ``shared="refuse"`` and others share the state.
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), Cells.check_range(p0, p1)
-        if not is_whole(delta) or abs(int(delta)) > MAX_POS:
-            raise PositionError(f"delta {delta!r} must be a whole number within +-{MAX_POS}")
-        if delta == 0 or p0 == p1:
-            return
-        self._move(s, p0, p1, int(delta), 1)
+        by = checked_delta(delta)
+        if by != 0 and p0 < p1:
+            self._move(s, p0, p1, by, 1)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide the positions ``[p0, p1)`` of a sequence by `d`; as `seq_add`.
@@ -211,11 +215,9 @@ class RecurrentVerbs:
             If an argument is impossible (`d` must be at least 1).
         """
         s, (p0, p1) = self.cells.check_seq_id(seq_id), Cells.check_range(p0, p1)
-        if not is_whole(d) or not 1 <= d <= MAX_POS:
-            raise PositionError(f"divisor {d!r} must be a whole number from 1 to {MAX_POS}")
-        if d == 1 or p0 == p1:
-            return
-        self._move(s, p0, p1, 0, int(d))
+        by = checked_divisor(d)
+        if by != 1 and p0 < p1:
+            self._move(s, p0, p1, 0, by)
 
     def _move(self, s: int, p0: int, p1: int, delta: int, d: int) -> None:
         c = self.cells
@@ -231,7 +233,14 @@ class RecurrentVerbs:
                     raise PositionError(
                         f"position {high} + {delta} is beyond {MAX_POS}; use a smaller delta"
                     )
+                if len(c.ids_of(i)) > 1 and self.config.shared == "refuse":
+                    raise SharedCellError(
+                        f"the state of sequence {s} belongs to {c.ids_of(i)}; "
+                        'use shared="copy" to give it one of its own'
+                    )
                 self._changed()
+                if len(c.ids_of(i)) > 1 and self.config.shared == "copy":
+                    i = c.split(s)
                 c.move(i, p0, p1, delta, d, self.is_seed)
                 if c.pos[i] < 0 and not self.is_seed:
                     c.remove(i, c.ids_of(i))
