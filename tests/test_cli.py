@@ -101,9 +101,9 @@ def test_replay_names_a_changed_value(capsys, golden, tmp_path):
 
 def test_replay_refusals(capsys, tmp_path, golden):
     assert "absent" in refused(capsys, "replay", tmp_path / "absent.jsonl")
-    assert "recurrent" in refused(
-        capsys, "replay", golden / "traces/recurrent_llama_cpp_python_0.3.8.jsonl.gz"
-    )
+    trace = tmp_path / "streams.jsonl"
+    trace.write_text('{"kind": "streams", "n_cells": 1, "n_seq_max": 1, "ops": [{}]}')
+    assert "streams" in refused(capsys, "replay", trace)
     assert "chain" in refused(capsys, "replay", golden / TRACES, "--type-k", "f32")
     assert "chain" in refused(capsys, "replay", golden / "position_cases.json")
 

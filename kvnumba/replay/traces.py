@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import reprlib
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,20 @@ import numpy as np
 from kvnumba.batch import Batch
 from kvnumba.config import CacheConfig, RopeConfig
 from kvnumba.errors import KVCacheError, NoSlotError, StateFormatError
+from kvnumba.replay.operations import (
+    compare_cells,
+    compare_ends,
+    compare_result,
+    do_verb,
+    has_second_look,
+)
+from kvnumba.replay.recordings import check_n_cells, read_traces, recorded
+from kvnumba.replay.recurrent_traces import replay_recurrent
 from kvnumba.replay.report import Report
 from kvnumba.unified import UnifiedCache
 
-# A trace holds the state of every cell after every operation: no recording comes near this.
-MAX_CELLS = 1 << 20
+__all__ = ["read_traces", "replay_traces"]
+
 _MALFORMED = (
     KVCacheError,
     LookupError,
@@ -32,60 +38,20 @@ _MALFORMED = (
 )
 
 
-def read_traces(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the traces of a file, one JSON object a line; blank lines at the end are allowed.
-
-    Raises
-    ------
-    StateFormatError
-        If the file cannot be read or a line is no trace.
-    """
-    path = Path(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    blank = 0
-    try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for n, line in enumerate(lines, 1):
-                if not line.strip():
-                    blank = blank or n
-                    continue
-                if blank:
-                    raise StateFormatError(f"{path}, line {blank} is blank; a trace is wanted")
-                yield _parse_trace(line, f"{path}, line {n}")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise StateFormatError(f"{path} cannot be read as traces: {error}") from None
-
-
-def _parse_trace(line: str, where: str) -> dict[str, Any]:
-    try:
-        trace = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise StateFormatError(f"{where} cannot be read as JSON: {error}") from None
-    if not isinstance(trace, dict) or not {"n_cells", "n_seq_max", "ops"} <= set(trace):
-        raise StateFormatError(f"{where}: no trace; n_cells, n_seq_max and ops are wanted")
-    if not isinstance(trace["ops"], list) or not trace["ops"]:
-        raise StateFormatError(f"{where}: ops must be a list of at least one operation")
-    return trace
-
-
 def replay_traces(path: str | Path) -> Report:
-    """Replay every trace of a file with ring placement, and compare after each operation.
+    """Replay every trace of a file, each on the kind of cache it is about.
 
     Raises
     ------
     StateFormatError
-        If the file is no trace file, or of a kind of cache that does not exist here.
+        If the file is no trace file, or about a kind of cache that does not exist here.
     """
     report = Report()
     for trace in read_traces(path):
-        kind = trace.get("kind", "unified")
-        if kind != "unified":
-            raise StateFormatError(
-                f"{path}: traces of a {reprlib.repr(kind)} cache cannot be replayed yet"
-            )
+        replay = _replayer(trace.get("kind", "unified"), path)
         report.n_ops_here = 0
         try:
-            _replay_trace(trace, report)
+            replay(trace, report)
         except _MALFORMED as error:
             what = str(error) if isinstance(error, KVCacheError) else repr(error)
             raise StateFormatError(
@@ -97,7 +63,18 @@ def replay_traces(path: str | Path) -> Report:
     return report
 
 
-def _replay_trace(trace: dict[str, Any], report: Report) -> None:
+def _replayer(kind: Any, path: str | Path) -> Callable[[dict[str, Any], Report], None]:
+    if kind == "unified":
+        return _replay_unified
+    if kind == "recurrent":
+        return replay_recurrent
+    raise StateFormatError(
+        f'{path}: traces of a {reprlib.repr(kind)} cache cannot be replayed; "unified" and '
+        '"recurrent" can'
+    )
+
+
+def _replay_unified(trace: dict[str, Any], report: Report) -> None:
     config = CacheConfig(
         n_layer=1,
         n_ctx=trace["n_cells"],
@@ -109,8 +86,7 @@ def _replay_trace(trace: dict[str, Any], report: Report) -> None:
         rope=RopeConfig(2),
         placement="ring",
     )
-    if config.n_ctx > MAX_CELLS:
-        raise StateFormatError(f"n_cells {config.n_ctx} is beyond {MAX_CELLS}")
+    check_n_cells(config.n_ctx)
     with UnifiedCache(config) as cache:
         for n, op in enumerate(trace["ops"]):
             report.n_ops_here = n
@@ -123,30 +99,17 @@ def _replay_op(cache: UnifiedCache, op: dict[str, Any], report: Report) -> None:
     name = op["op"]
     owned = cache.view().seq_ids[:, 0] >= 0 if name == "seq_add" else None
     result = _do(cache, op)
-    if name in ("decode", "seq_rm") or "result" in op:
-        report.compare("result", result, _recorded(op, "result"))
-    if name in ("seq_add", "seq_div") or "cells_before_update" in op:
-        before = _recorded(op, "cells_before_update")
-        _compare_cells(cache, before, report, "cells_before_update", _pending(cache, op, owned))
+    compare_result(op, result, report)
+    if has_second_look(op):
+        before = recorded(op, "cells_before_update")
+        view = cache.view()
+        pos = view.pos + _pending(cache, op, owned)
+        compare_cells(view, pos, before, report, "cells_before_update")
         cache.update()
-    _compare_cells(cache, _recorded(op, "cells"), report, "cells", 0)
-    # An empty sequence has the greatest position 0 in the recordings, -1 here.
-    pos_max = [max(0, cache.seq_pos_max(s)) for s in range(cache.config.n_seq_max)]
-    report.compare("seq_pos_max", pos_max, _list(op, "seq_pos_max"))
+    view = cache.view()
+    compare_cells(view, view.pos, recorded(op, "cells"), report, "cells")
+    compare_ends(cache, op, report)
     cache.check()
-
-
-def _recorded(op: dict[str, Any], key: str) -> Any:
-    if key not in op:
-        raise StateFormatError(f"{op.get('op')!r} lacks the key {key!r}")
-    return op[key]
-
-
-def _list(values: dict[str, Any], key: str) -> list[Any]:
-    found = _recorded(values, key)
-    if not isinstance(found, list):
-        raise StateFormatError(f"{key} is {reprlib.repr(found)}; a list is wanted")
-    return found
 
 
 def _pending(cache: UnifiedCache, op: dict[str, Any], owned: Any) -> np.ndarray:
@@ -163,27 +126,13 @@ def _pending(cache: UnifiedCache, op: dict[str, Any], owned: Any) -> np.ndarray:
 
 
 def _do(cache: UnifiedCache, op: dict[str, Any]) -> bool | int | None:
-    name = op["op"]
-    if name == "decode":
+    if op["op"] == "decode":
         return _decode(cache, op)
-    if name == "seq_rm":
-        return cache.seq_rm(op["seq_id"], op["p0"], op["p1"])
-    if name == "seq_cp":
-        cache.seq_cp(op["seq_id_src"], op["seq_id_dst"], op["p0"], op["p1"])
-    elif name == "seq_keep":
-        cache.seq_keep(op["seq_id"])
-    elif name == "seq_add":
-        cache.seq_add(op["seq_id"], op["p0"], op["p1"], op["delta"])
-    elif name == "seq_div":
-        cache.seq_div(op["seq_id"], op["p0"], op["p1"], op["d"])
-    elif name == "defrag":
+    if op["op"] == "defrag":
         cache.defrag()
         cache.update()
-    elif name == "clear":
-        cache.clear()
-    else:
-        raise StateFormatError(f"operation {name!r} is not known")
-    return None
+        return None
+    return do_verb(cache, op)
 
 
 def _decode(cache: UnifiedCache, op: dict[str, Any]) -> int:
@@ -197,17 +146,3 @@ def _decode(cache: UnifiedCache, op: dict[str, Any]) -> int:
         with step:
             step.write(0, row, row)
     return 0
-
-
-def _compare_cells(
-    cache: UnifiedCache, want: dict[str, Any], report: Report, name: str, pending: Any
-) -> None:
-    view = cache.view()
-    report.compare(f"{name}.seq_mask", _seq_masks(view.seq_ids), _list(want, "seq_mask"))
-    report.compare(f"{name}.pos", (view.pos + pending).tolist(), _list(want, "pos"))
-    for key in ("used", "n_tokens", "max_contiguous", "max_contiguous_idx"):
-        report.compare(f"{name}.{key}", int(getattr(view, key)), _recorded(want, key))
-
-
-def _seq_masks(seq_ids: np.ndarray) -> list[int]:
-    return [sum(1 << s for s in owners if s >= 0) for owners in seq_ids.tolist()]
