@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvnumba.batch import MAX_POS, Batch
+from kvnumba.batch import MAX_POS
 from kvnumba.errors import DamagedError, PositionError, SequenceError
 from kvnumba.kernels import bits, slots
 from kvnumba.kernels import cells as kernels
@@ -102,31 +102,6 @@ class Cells:
         return kernels.pos_bounds_kernel(
             self.pos, self.used if seq_id < 0 else self.seq[seq_id], p0, p1
         )
-
-    def with_positions(self, batch: Batch) -> Batch:
-        """Return the batch with positions: as given, or counting on in each sequence.
-
-        Raises
-        ------
-        PositionError
-            If a position would be beyond the last one that exists.
-        """
-        if batch.pos is not None:
-            return batch
-        out = batch.part(0, batch.n_tokens)
-        out.pos = np.empty(batch.n_tokens, np.int32)
-        last: dict[int, int] = {}
-        for t in range(batch.n_tokens):
-            ids = batch.ids[batch.id_start[t] : batch.id_start[t + 1]].tolist()
-            for s in ids:
-                if s not in last:
-                    last[s] = self.pos_bounds(s)[1]
-            pos = max(last[s] for s in ids) + 1
-            if pos > MAX_POS:
-                raise PositionError(f"token {t} would be at position {pos}, beyond {MAX_POS}")
-            out.pos[t] = pos
-            last.update(dict.fromkeys(ids, pos))
-        return out
 
     def shared_in_range(self, seq_id: int, p0: int, p1: int) -> np.ndarray:
         """Return a sequence's cells in ``[p0, p1)`` that others own too, int32, ascending."""

@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvnumba.admission import checked_batch, with_positions
 from kvnumba.batch import Batch
 from kvnumba.cells import Cells, is_whole
-from kvnumba.continuity import warn_of_gap
 from kvnumba.errors import (
     ConfigError,
     DamagedError,
     NoSlotError,
     SequenceError,
-    ShapeError,
     StepError,
 )
 from kvnumba.guard import Guard
@@ -147,25 +146,12 @@ class CompositeCache:
         SequenceError, PositionError, ShapeError, StepError
             If the batch is impossible, or an earlier one is still pending.
         """
-        batch = batch if isinstance(batch, Batch) else Batch(batch)
-        n = self.config.n_ubatch if n_ubatch is None else n_ubatch
-        if not is_whole(n) or n < 1:
-            raise ConfigError(f"n_ubatch {n!r} must be a whole number of at least 1")
-        if batch.n_tokens > self.config.n_batch:
-            raise ShapeError(
-                f"a batch of {batch.n_tokens} tokens is larger than n_batch "
-                f"{self.config.n_batch}; split it or raise n_batch"
-            )
-        if batch.n_tokens:
-            self._check_seq_id(int(batch.ids.max()))
+        batch, n = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
             self._check_none_pending()
-            had_pos = batch.pos is not None
-            batch = batch.filled(self.seq_pos_max)
-            if had_pos:
-                warn_of_gap(batch, self.seq_pos_max)
+            batch = with_positions(batch, self.seq_pos_max)
             error: NoSlotError | None = None
-            for ubatches in self._splits(batch, int(n)):
+            for ubatches in self._splits(batch, n):
                 try:
                     return self.prepare_ubatches(batch, ubatches)
                 except NoSlotError as e:

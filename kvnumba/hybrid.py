@@ -126,8 +126,9 @@ class HybridCache(CompositeCache):
             new = np.where(moved, (pos + delta) // d, pos)
             if moved.any() and new[np.argmax(pos)] != new.max():
                 raise PositionError(
-                    f"moving [{p0}, {p1}) would put tokens of sequence {of} behind its last one, "
-                    "whose state cannot be told from theirs"
+                    f"moving [{p0}, {p1}) of sequence {s} would put tokens of sequence {of} behind "
+                    "its last one, where the recurrent part ends; move its end as well, and give "
+                    'sharers cells of their own (shared="copy")'
                 )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvnumba.status import Extent, Status, combine_status
 from kvnumba.steps import Step, Steps
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvnumba.splitting import Ubatch
 
 
+@runtime_checkable
 class Memory(Protocol):
     """What all caches have in common: the loop, the verbs of llama.h, and the queries.
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvnumba.admission import checked_batch, with_positions
 from kvnumba.batch import Batch, checked_positions, int32_array, pack_ids
-from kvnumba.cells import is_whole
-from kvnumba.continuity import warn_of_gap
-from kvnumba.errors import ConfigError, ShapeError, StepError
+from kvnumba.errors import ShapeError, StepError
 from kvnumba.kernels import cells as kernels
 from kvnumba.splitting import Ubatch, split_simple
 from kvnumba.status import Extent
@@ -204,28 +203,11 @@ class TokenPlacing(SequenceVerbs):
         SequenceError, PositionError, ShapeError, StepError
             If the batch is impossible, or an earlier one is still pending.
         """
-        batch = batch if isinstance(batch, Batch) else Batch(batch)
-        if n_ubatch is None:
-            n_ubatch = self.config.n_ubatch
-        if not is_whole(n_ubatch) or n_ubatch < 1:
-            raise ConfigError(f"n_ubatch {n_ubatch!r} must be a whole number of at least 1")
-        if batch.n_tokens > self.config.n_batch:
-            raise ShapeError(
-                f"a batch of {batch.n_tokens} tokens is larger than n_batch {self.config.n_batch}; "
-                "split it or raise n_batch"
-            )
-        self._check_ids(batch.ids)
-        # With a window the cells of a batch's first part may serve its last one.
-        self.placement.checked_count(
-            min(batch.n_tokens, n_ubatch) if self.config.window else batch.n_tokens
-        )
+        batch, n_ubatch = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
             self._check_none_pending()
-            had_pos = batch.pos is not None
-            batch = self.cells.with_positions(batch)
-            if had_pos:
-                warn_of_gap(batch, self.seq_pos_max)
-            return self.prepare_ubatches(batch, split_simple(batch, int(n_ubatch)))
+            batch = with_positions(batch, self.seq_pos_max)
+            return self.prepare_ubatches(batch, split_simple(batch, n_ubatch))
 
     def prepare_ubatches(self, batch: Batch, ubatches: list[Ubatch]) -> Steps[UnifiedStep]:
         """Apply pending updates, and find cells for a batch that was split by someone else.
@@ -233,6 +215,9 @@ class TokenPlacing(SequenceVerbs):
         Parameters, returns, raises: as `prepare`; the positions are filled in already.
         """
         n_tokens = [u.n_tokens for u in ubatches]
+        # With a window the cells of a batch's first part may serve its last one.
+        n_at_once = max(n_tokens, default=0) if self.config.window else sum(n_tokens)
+        self.placement.checked_count(n_at_once)
         with self.guard:
             self._check_none_pending()
             if not (self.placement.is_ring or self.config.window):

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvnumba.admission import checked_batch, with_positions
 from kvnumba.batch import Batch
-from kvnumba.cells import is_whole
-from kvnumba.continuity import warn_of_gap
-from kvnumba.errors import ConfigError, ShapeError, StepError
+from kvnumba.errors import StepError
 from kvnumba.recurrent_cells import RecurrentCells
 from kvnumba.recurrent_config import RecurrentConfig
 from kvnumba.recurrent_rows import NamedRows, StateRows
@@ -99,25 +98,11 @@ class RecurrentPlacing(RecurrentVerbs):
         SequenceError, PositionError, ShapeError, StepError
             If the batch is impossible, or an earlier one is still pending.
         """
-        batch = batch if isinstance(batch, Batch) else Batch(batch)
-        if n_ubatch is None:
-            n_ubatch = self.config.n_ubatch
-        if not is_whole(n_ubatch) or n_ubatch < 1:
-            raise ConfigError(f"n_ubatch {n_ubatch!r} must be a whole number of at least 1")
-        if batch.n_tokens > self.config.n_batch:
-            raise ShapeError(
-                f"a batch of {batch.n_tokens} tokens is larger than n_batch {self.config.n_batch}; "
-                "split it or raise n_batch"
-            )
-        for s in (batch.ids.min(initial=0), batch.ids.max(initial=0)):
-            self.cells.check_seq_id(int(s))
+        batch, n_ubatch = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
             self._check_none_pending()
-            if batch.pos is None:
-                batch = batch.filled(self.seq_pos_max)
-            else:
-                warn_of_gap(batch, self.seq_pos_max)
-            return self.prepare_ubatches(batch, self.split(batch, int(n_ubatch), pooled=pooled))
+            batch = with_positions(batch, self.seq_pos_max)
+            return self.prepare_ubatches(batch, self.split(batch, n_ubatch, pooled=pooled))
 
     def prepare_ubatches(self, batch: Batch, ubatches: list[Ubatch]) -> Steps[RecurrentStep]:
         """Find room for a batch that was split by someone else.

@@ -210,7 +210,8 @@ class UnifiedCache(TokenPlacing):
         scale : float, optional
             Factor on the scores; default ``1 / sqrt(head_dim)``.
         window : int, optional
-            Only the last `window` positions, the query's own included; 0: all.
+            Only the last `window` positions, the query's own included; 0: all. Default: the
+            cache's.
         soft_cap : float, optional
             Scores are ``cap * tanh(score / cap)``; 0: as they are.
 
@@ -223,6 +224,8 @@ class UnifiedCache(TokenPlacing):
         id_start, ids = pack_ids(seq_ids, len(q))
         self._check_ids(ids)
         groups = self.reader.look_up(q_pos, ids[id_start[:-1]])
+        if self.config.window:
+            options.setdefault("window", self.config.window)
         return self.reader.attend(il, q, groups, out, **options)
 
     def close(self) -> None:

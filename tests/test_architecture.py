@@ -16,7 +16,7 @@ LAYERS = {
     1: {"kernels"},
     2: {"batch", "cells", "mapping", "pack", "layers", "prefix", "guard", "view", "placement"}
     | {"upkeep", "reading", "steps", "queries", "verbs", "files", "packs", "status", "memory"}
-    | {"continuity", "splitting", "batch_rules", "sliding", "unified_steps", "placing", "masks"}
+    | {"admission", "splitting", "batch_rules", "sliding", "unified_steps", "placing", "masks"}
     | {"extra_positions", "recurrent_cells", "recurrent_rows", "recurrent_steps"}
     | {"recurrent_placing", "recurrent_verbs"},
     3: {"unified", "recurrent", "composite", "window", "hybrid", "streams"},

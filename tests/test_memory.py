@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import logging
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvnumba import (
+    CacheConfig,
+    HybridCache,
+    HybridConfig,
+    RecurrentCache,
+    RecurrentConfig,
+    StreamsCache,
+    UnifiedCache,
+    WindowCache,
+    WindowConfig,
+)
+from kvnumba.admission import find_gap
 from kvnumba.batch import Batch
-from kvnumba.config import CacheConfig
-from kvnumba.continuity import find_gap
-from kvnumba.errors import CacheFullError, NoSlotError, StepError
-from kvnumba.memory import Extent, Status, combine_status
-from kvnumba.unified import UnifiedCache
+from kvnumba.errors import (
+    CacheFullError,
+    ConfigError,
+    InUseError,
+    NoSlotError,
+    PositionError,
+    SequenceError,
+    ShapeError,
+    StepError,
+)
+from kvnumba.memory import Extent, Memory, Status, combine_status
 
 S = Status
 
@@ -142,3 +162,216 @@ def test_a_step_can_be_prepared_by_someone_elses_split():
     steps = cache.prepare_ubatches(batch, split_simple(batch, 3))
     assert [s.n_tokens for s in steps] == [3, 2]
     assert np.array_equal(steps[1].ubatch.index, [3, 4])
+
+
+ATTENTION = CacheConfig(
+    n_layer=2, n_ctx=32, n_head_kv=1, head_dim=2, n_seq_max=3, n_batch=16, n_ubatch=4, shared="copy"
+)
+STATES = RecurrentConfig(1, 2, 3, n_seq_max=3, n_rewind=1, n_batch=16, n_ubatch=4)
+WINDOWS = WindowConfig(ATTENTION, 6, (False, True))
+MAKERS = {
+    "unified": lambda path: UnifiedCache(ATTENTION, path),
+    "recurrent": lambda path: RecurrentCache(replace(STATES, shared="copy"), path),
+    "window": lambda path: WindowCache(WINDOWS, path),
+    "hybrid": lambda path: HybridCache(HybridConfig(ATTENTION, STATES, (False, True, False)), path),
+    "hybrid-window": lambda path: HybridCache(
+        HybridConfig(WINDOWS, STATES, (False, True, False)), path
+    ),
+    "streams": lambda path: StreamsCache(ATTENTION, 3, path),
+}
+
+
+def compute(step):
+    """Write something in every layer, whatever it is."""
+    for il in range(3):
+        try:
+            r, s = step.read(il)
+        except (AttributeError, ConfigError):
+            try:
+                step.write(il, *np.ones((2, step.n_tokens, 2), np.float32))
+            except ConfigError:
+                break
+        else:
+            n_states = min(step.ubatch.n_seq_tokens, 2)
+            step.write(il, *(np.repeat(a[:, None] + 1, n_states, 1) for a in (r, s)))
+            if not hasattr(step, "attend"):
+                break
+
+
+@pytest.fixture(params=list(MAKERS))
+def memory(request):
+    with MAKERS[request.param](None) as made:
+        yield made
+
+
+def feed(memory, n, seq_id=0):
+    steps = memory.prepare(Batch(range(n), seq_ids=seq_id))
+    for step in steps:
+        with step:
+            compute(step)
+    memory.check()
+    return steps
+
+
+def ends(memory):
+    return [(memory.seq_pos_min(s), memory.seq_pos_max(s)) for s in range(3)]
+
+
+def test_every_cache_is_a_memory(memory):
+    assert isinstance(memory, Memory)
+    assert memory.init_full().is_full
+    assert not memory.update()
+
+
+def test_counting_on_and_cutting_back_mean_the_same_everywhere(memory):
+    feed(memory, 5)
+    low, high = ends(memory)[0]
+    assert high == 4
+    assert ends(memory)[1:] == [(-1, -1), (-1, -1)]
+    assert memory.refusal(0, low + 1) is None
+    if low:
+        before = ends(memory)
+        assert memory.refusal(0, low)
+        assert not memory.seq_rm(0, low)
+        assert ends(memory) == before
+    assert memory.seq_rm(0, high)
+    assert memory.seq_pos_max(0) == 3
+    feed(memory, 1)
+    assert memory.seq_pos_max(0) == 4
+    assert memory.seq_rm(0)
+    assert ends(memory)[0] == (-1, -1)
+    memory.check()
+
+
+def test_a_failed_step_and_a_failed_batch_leave_no_trace(memory):
+    feed(memory, 3)
+    before = ends(memory)
+    steps = memory.prepare(Batch(range(10)))
+    with steps[0]:
+        compute(steps[0])
+    with pytest.raises(ZeroDivisionError), steps[1]:
+        _ = 1 // 0
+    assert steps.status == Status.FAILED_COMPUTE
+    assert memory.seq_pos_max(0) == 2 + steps[0].n_tokens
+    steps.rollback()
+    assert ends(memory) == before
+    memory.check()
+    for step in steps:  # it can be tried again
+        if step.state == "planned":
+            break
+        with pytest.raises(StepError):
+            step.apply()
+
+
+def test_all_sequences_at_once(memory):
+    for s in range(3):
+        feed(memory, 3, s)
+    assert memory.seq_rm(-1, 2, -1)
+    assert [high for _, high in ends(memory)] == [1, 1, 1]
+    memory.seq_keep(1)
+    assert [high for _, high in ends(memory)] == [-1, 1, -1]
+    memory.seq_cp(1, 2)
+    assert memory.seq_rm(-1)
+    assert ends(memory) == [(-1, -1)] * 3
+    feed(memory, 2, 2)
+    memory.clear()
+    assert ends(memory) == [(-1, -1)] * 3
+    memory.check()
+
+
+def test_a_fork_goes_its_own_way(memory):
+    feed(memory, 4)
+    memory.seq_cp(0, 2)
+    feed(memory, 2, 2)
+    assert [high for _, high in ends(memory)] == [3, -1, 5]
+    feed(memory, 1, 0)
+    memory.seq_add(0, 0, -1, 3)
+    memory.check()
+    assert memory.seq_pos_max(0) == 7
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda m: m.seq_rm(3), SequenceError),
+        (lambda m: m.seq_rm(0, 0.5), PositionError),
+        (lambda m: m.refusal(-2), SequenceError),
+        (lambda m: m.seq_cp(0, 3), SequenceError),
+        (lambda m: m.seq_cp(-1, 0), SequenceError),
+        (lambda m: m.seq_keep(-1), SequenceError),
+        (lambda m: m.seq_add(3, 0, -1, 1), SequenceError),
+        (lambda m: m.seq_add(0, 0, -1, 2**31), PositionError),
+        (lambda m: m.seq_add(0, 0, -1, 2**31 - 2), PositionError),
+        (lambda m: m.seq_div(0, 0, -1, 0), PositionError),
+        (lambda m: m.seq_pos_max(3), SequenceError),
+        (lambda m: m.prepare(Batch([1], seq_ids=3)), SequenceError),
+        (lambda m: m.prepare(Batch(range(17))), ShapeError),
+        (lambda m: m.prepare(Batch([1]), 0), ConfigError),
+        (lambda m: m.prepare(Batch([1]), True), ConfigError),
+    ],
+)
+def test_bad_arguments_raise_and_change_nothing(memory, call, error):
+    feed(memory, 4)
+    before = ends(memory)
+    with pytest.raises(error):
+        call(memory)
+    assert ends(memory) == before
+    memory.check()
+
+
+def test_verbs_are_refused_while_tokens_are_pending(memory):
+    feed(memory, 2)
+    (step,) = memory.prepare(Batch([1]))
+    step.apply()
+    for call in (
+        lambda: memory.seq_rm(0),
+        lambda: memory.seq_cp(0, 1),
+        lambda: memory.seq_keep(0),
+        lambda: memory.seq_add(0, 0, -1, 1),
+        lambda: memory.seq_div(0, 0, -1, 2),
+        lambda: memory.prepare(Batch([1])),
+        memory.update,
+    ):
+        with pytest.raises(StepError, match="pending"):
+            call()
+    memory.rollback()
+    assert memory.seq_pos_max(0) == 1
+    with pytest.raises(StepError):
+        step.commit()
+
+
+def test_a_prepared_batch_is_stale_after_any_change(memory):
+    feed(memory, 3)
+    steps = memory.prepare(Batch([1]))
+    memory.seq_rm(0)
+    with pytest.raises(StepError, match="changed"):
+        steps[0].apply()
+
+
+def test_a_second_thread_gets_a_clear_error(memory):
+    import threading
+
+    errors = []
+
+    def intrude():
+        try:
+            memory.seq_rm(0)
+        except InUseError as error:
+            errors.append(error)
+
+    with memory.guard:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_every_cache_works_in_mapped_files(kind, tmp_path):
+    with MAKERS[kind](tmp_path / "cache") as memory:
+        feed(memory, 10)
+        memory.seq_cp(0, 1)
+        feed(memory, 1, 1)
+        assert memory.size_bytes > 0
+    assert any(p.is_file() for p in (tmp_path / "cache").rglob("*"))

@@ -119,6 +119,8 @@ class Session:
         _check_fingerprint(fingerprint)
         if config.v_trans:
             raise ConfigError("sessions store V by cell: v_trans is for caches without a path")
+        if config.window:
+            raise ConfigError(f"window is {config.window}: sessions hold caches without one so far")
         config = config if config.n_spare else replace(config, n_spare=config.n_ctx)
         session_id = uuid.uuid4().bytes
         meta = _meta(config, fingerprint, session_id)
