@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
 from kvnumba.cli.output import print_json
+from kvnumba.cli.warm_caches import warm_cache, warm_conversions, warm_recurrent, warm_session
 from kvnumba.errors import ModelFileError
 
 DESCRIPTION = (
@@ -35,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         _progress(f"cache kernels, {type_name}")
         for v_trans in (False, True):
             warm_cache(type_name, v_trans)
+        warm_recurrent(type_name)
     warm_conversions()
     if sys.platform == "linux":
         warm_session()
@@ -74,84 +74,6 @@ def _model_path(given: str | None) -> Any:
         return default_model_path()
     except ModelFileError:
         return None
-
-
-def warm_cache(type_name: str, v_trans: bool) -> None:
-    """Run every operation of a small cache once."""
-    from kvnumba.batch import Batch
-    from kvnumba.config import CacheConfig, RopeConfig
-    from kvnumba.unified import UnifiedCache
-
-    config = CacheConfig(
-        n_layer=2,
-        n_ctx=128,
-        n_head_kv=1,
-        head_dim=8,
-        n_seq_max=4,
-        type_k=type_name,
-        type_v=type_name,
-        v_trans=v_trans,
-        rope=(RopeConfig(8), RopeConfig(8, "neox")),
-        shared="copy",
-        placement="ring" if v_trans else "scatter",
-    )
-    with UnifiedCache(config) as cache:
-        for n, seq_id in ((64, 0), (1, 0), (3, 1)):
-            (step,) = cache.prepare(Batch(np.zeros(n, np.int32), seq_ids=seq_id))
-            row, q = np.zeros((n, 8), np.float32), np.zeros((n, 2, 8), np.float32)
-            with step:
-                for il in range(2):
-                    step.write(il, row, row)
-                    step.attend(il, q)
-        cache.seq_cp(0, 2, 0, 8)
-        cache.seq_rm(0, 20, 30)
-        cache.seq_add(0, 0, -1, 1)
-        cache.seq_div(1, 0, -1, 2)
-        cache.defrag()
-        cache.update()
-        cache.seq_rm(-1, 50, -1)
-        cache.find_slot(2, contiguous=True)
-        cache.place(cache.find_slot(2, contiguous=False), [90, 91], 3)
-        cache.rollback()
-        cache.view()
-        cache.seq_keep(0)
-        cache.cells.tokens_of(0)
-        cache.cells.rebuild()
-        cache.check()
-        for read in (cache.layers.read_k, cache.layers.read_v):
-            read(0, np.arange(2, dtype=np.int32))
-
-
-def warm_session() -> None:
-    """Make a small session, commit to it, change it, and open it again."""
-    from kvnumba.batch import Batch
-    from kvnumba.config import CacheConfig, RopeConfig
-    from kvnumba.store.fingerprint import Fingerprint
-    from kvnumba.store.session import Session
-
-    config = CacheConfig(n_layer=1, n_ctx=64, n_head_kv=1, head_dim=8, rope=RopeConfig(8))
-    fingerprint = Fingerprint.of_config(config)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "session")
-        with Session.create(path, config, fingerprint) as session:
-            (step,) = session.cache.prepare(Batch([1, 2, 3]))
-            with step:
-                step.write(0, *np.zeros((2, 3, 8), np.float32))
-            session.commit()
-            session.cache.seq_add(0, 1, -1, 1)
-            session.commit()
-        Session.open(path, fingerprint).close()
-
-
-def warm_conversions() -> None:
-    """Convert arrays between float32 and the half types once."""
-    from kvnumba.kernels import half
-
-    wide, narrow = np.zeros(8, np.float32), np.zeros(8, np.uint16)
-    half.f16_to_f32_kernel(narrow, wide)
-    half.bf16_to_f32_kernel(narrow, wide)
-    half.f32_to_f16_kernel(wide, narrow)
-    half.f32_to_bf16_kernel(wide, narrow)
 
 
 def warm_model(path: Any) -> None:
