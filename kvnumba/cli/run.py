@@ -13,6 +13,7 @@ import numpy as np
 from kvnumba.cli.output import Progress, print_json
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, SessionNotFoundError
+from kvnumba.recurrent_config import RecurrentConfig
 
 DESCRIPTION = (
     "Read a prompt through the cache, continue it, and keep the session. With --file and --prompt "
@@ -58,19 +59,22 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     model = Model(args.model)
     load_ms = (time.perf_counter() - start) * 1e3
+    if model.is_recurrent:
+        _refuse_for_states(args)
     info = _stored(args.session)
     config = _config(model, args, info)
+    n_ctx = config.n_ctx if isinstance(config, CacheConfig) else _n_ctx(model, args)
     if text is None:
         prompt = parse_token_list(args.tokens, model.net.n_vocab)
     else:
         held = np.empty(0, np.int32) if info is None else held_tokens(info.cells, info.user)
         prompt = prompt_tokens(model.tokenizer, text, args.chat, held)
-    check_prompt(prompt, config)  # before a session is made or grown
+    check_prompt(prompt, n_ctx)  # before a session is made or grown
 
     cache, session, restore_ms = _open_cache(model, args, config, info)
     try:
         stream = None if args.json else _Stream(model.tokenizer)
-        result = Generator(model.net, cache, session).run(
+        result = Generator(model.net, cache, session, n_ctx).run(
             prompt,
             args.n_predict,
             sampler,
@@ -96,8 +100,27 @@ def _stored(path: str | None) -> Any:
         return None
 
 
-def _config(model: Any, args: argparse.Namespace, info: Any) -> CacheConfig:
+def _refuse_for_states(args: argparse.Namespace) -> None:
+    """Refuse the options that go with K and V, for a model that has none."""
+    for option in ("session", "type_k", "type_v"):
+        if getattr(args, option) is not None:
+            why = "its states cannot be kept in sessions yet"
+            raise ConfigError(
+                f"--{option.replace('_', '-')} does not go with this model: it is recurrent, and "
+                + (why if option == "session" else "has no K and V")
+            )
+
+
+def _n_ctx(model: Any, args: argparse.Namespace) -> int:
+    if args.n_ctx is not None and args.n_ctx < 1:
+        raise ConfigError(f"--n-ctx {args.n_ctx} must be at least 1")
+    return int(model.net.n_ctx_train if args.n_ctx is None else args.n_ctx)
+
+
+def _config(model: Any, args: argparse.Namespace, info: Any) -> CacheConfig | RecurrentConfig:
     """Return the cache that is asked for; options left out are the session's."""
+    if model.is_recurrent:
+        return model.net.recurrent_config()
     types = {"type_k": args.type_k, "type_v": args.type_v}
     given = {k: v for k, v in types.items() if v is not None}
     n_ctx = model.net.n_ctx_train
@@ -108,11 +131,15 @@ def _config(model: Any, args: argparse.Namespace, info: Any) -> CacheConfig:
 
 
 def _open_cache(
-    model: Any, args: argparse.Namespace, config: CacheConfig, info: Any
+    model: Any, args: argparse.Namespace, config: CacheConfig | RecurrentConfig, info: Any
 ) -> tuple[Any, Any, float | None]:
     """Return cache, session, and the milliseconds that opening the session took."""
     from kvnumba.unified import UnifiedCache
 
+    if isinstance(config, RecurrentConfig):
+        from kvnumba.recurrent import RecurrentCache
+
+        return RecurrentCache(config), None, None
     if args.session is None:
         return UnifiedCache(config), None, None
     from kvnumba.store.session import Session

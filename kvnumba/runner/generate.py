@@ -12,11 +12,9 @@ import numpy as np
 
 from kvnumba.batch import Batch
 from kvnumba.cells import Cells
-from kvnumba.config import CacheConfig
 from kvnumba.errors import CacheFullError, ConfigError
 from kvnumba.prefix import n_reusable
 from kvnumba.runner.sampling import Sampler
-from kvnumba.unified import UnifiedCache
 
 if TYPE_CHECKING:
     from kvnumba.store.session import Session
@@ -31,8 +29,8 @@ def held_tokens(cells: Cells, user: Mapping[str, bytes]) -> np.ndarray:
     return np.concatenate([cells.tokens_of(SEQ), np.frombuffer(user.get(_TAIL, b""), np.int32)])
 
 
-def check_prompt(prompt: np.ndarray, config: CacheConfig) -> None:
-    """Test that a prompt fits a cache.
+def check_prompt(prompt: np.ndarray, n_ctx: int) -> None:
+    """Test that a prompt is one, and fits.
 
     Raises
     ------
@@ -41,11 +39,11 @@ def check_prompt(prompt: np.ndarray, config: CacheConfig) -> None:
     """
     if not len(prompt):
         raise ConfigError("the prompt is empty; give at least one token")
-    if len(prompt) > config.n_ctx:
+    if len(prompt) > n_ctx:
         raise CacheFullError(
-            f"the prompt has {len(prompt)} tokens, n_ctx is {config.n_ctx}; raise --n-ctx",
+            f"the prompt has {len(prompt)} tokens, n_ctx is {n_ctx}; raise --n-ctx",
             len(prompt),
-            config.n_ctx,
+            n_ctx,
         )
 
 
@@ -85,23 +83,33 @@ class Generator:
 
     Parameters
     ----------
-    model : LlamaModel
-    cache : UnifiedCache
+    model : LlamaModel or MambaModel
+    cache : UnifiedCache or RecurrentCache
     session : Session, optional
         Its cache must be `cache`; every ubatch and every token is then committed.
+    n_ctx : int, optional
+        Most tokens of the stream; default: those of the cache. (A recurrent one has no limit.)
     """
 
-    def __init__(self, model: Any, cache: UnifiedCache, session: Session | None = None):
+    def __init__(
+        self, model: Any, cache: Any, session: Session | None = None, n_ctx: int | None = None
+    ):
         self.model, self.cache, self.session = model, cache, session
+        self.n_ctx = int(cache.config.n_ctx if n_ctx is None else n_ctx)
         self._stream: list[int] = []  # the prompt, and what was sampled
 
     def cached_tokens(self) -> np.ndarray:
-        """Return the tokens that have a cell, in order, int32."""
-        return self.cache.cells.tokens_of(SEQ)
+        """Return the tokens that the cache has seen, in order, int32."""
+        if isinstance(self.cache.cells, Cells):
+            return self.cache.cells.tokens_of(SEQ)
+        # A state does not tell its tokens: those are known that went through this object.
+        return np.array(self._stream[: self.cache.seq_pos_max(SEQ) + 1], np.int32)
 
     def held_tokens(self) -> np.ndarray:
         """Return all tokens of the conversation: the cached ones and a last one without a cell."""
-        return held_tokens(self.cache.cells, {} if self.session is None else self.session.user)
+        if self.session is None:
+            return self.cached_tokens()
+        return held_tokens(self.cache.cells, self.session.user)
 
     def run(
         self,
@@ -132,9 +140,10 @@ class Generator:
         DiskFullError
             If the session cannot grow; what was committed before stays.
         """
-        check_prompt(prompt, self.cache.config)
-        held = self.cached_tokens()
-        n_reused = n_reusable(held, prompt)
+        check_prompt(prompt, self.n_ctx)
+        n_reused = n_reusable(self.cached_tokens(), prompt)
+        if self.cache.refusal(SEQ, n_reused, -1) is not None:
+            n_reused = 0  # the state of just these tokens is gone
         result = Result(
             prompt.tolist(), n_reused, len(prompt) - n_reused, len(self.held_tokens()) - n_reused
         )
@@ -210,12 +219,12 @@ class Generator:
         for n in range(n_predict):
             token = int(sampler.sample(logits[-1]))
             self._stream.append(token)
-            if token in end_ids or n_held == self.cache.config.n_ctx or n + 1 == n_predict:
+            if token in end_ids or n_held == self.n_ctx or n + 1 == n_predict:
                 self._keep_tail(len(result.prompt_tokens))
                 self._commit()
                 if token in end_ids:
                     result.stop = "eos"
-                elif n_held == self.cache.config.n_ctx:
+                elif n_held == self.n_ctx:
                     result.stop = "context"
                 yield token
                 return

@@ -69,6 +69,11 @@ class Model:
         self.tokenizer = load_tokenizer(self.file)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether the model keeps states instead of K and V."""
+        return not hasattr(self.net, "config")
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         if self.tokenizer is not None:
