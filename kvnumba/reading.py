@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvnumba.cells import Cells
-from kvnumba.config import CacheConfig
+from kvnumba.batch import MAX_POS
+from kvnumba.cells import Cells, is_whole
+from kvnumba.config import WINDOW_KINDS, CacheConfig
 from kvnumba.errors import ConfigError, ShapeError
 from kvnumba.kernels.attend import Scratch, attend_rows
 from kvnumba.kernels.visible import visible_cells_kernel
@@ -34,7 +35,7 @@ class Reader:
         self.n_look_ups = 0
 
     def look_up(self, pos: np.ndarray, first_ids: np.ndarray) -> list[tuple[Any, ...]]:
-        """List the cells that tokens at `pos` see through their first sequence.
+        """List the cells that tokens at `pos` may see: those of their first sequence.
 
         Parameters
         ----------
@@ -44,8 +45,8 @@ class Reader:
         -------
         groups : list of (rows, q_pos, cells, cell_pos)
             One entry per sequence: which tokens (a slice when they are adjacent), their
-            positions, and the sequence's cells up to the greatest of them. Valid until the next
-            call.
+            positions, and all cells of the sequence, for `attend` chooses among them: one list
+            serves layers with and without a window, causal or not. Valid until the next call.
         """
         self.n_look_ups += 1
         groups = []
@@ -55,7 +56,7 @@ class Reader:
             q_pos = np.ascontiguousarray(pos[rows])
             cells, cell_pos = self._buffer(g)
             n = visible_cells_kernel(
-                self._cells.seq[s], self._cells.pos, 0, int(q_pos.max()), cells, cell_pos
+                self._cells.seq[s], self._cells.pos, 0, MAX_POS, cells, cell_pos
             )
             where = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else rows
             groups.append((where, q_pos, cells[:n], cell_pos[:n]))
@@ -74,13 +75,33 @@ class Reader:
         out: np.ndarray | None = None,
         *,
         scale: float | None = None,
-        window: int = 0,
+        window: int | None = None,
+        window_kind: str | None = None,
+        causal: bool = True,
         soft_cap: float = 0.0,
     ) -> np.ndarray:
-        """Attend from `q` to the listed cells of layer `il`; see `UnifiedCache.attend`."""
+        """Attend from `q` to the listed cells of layer `il`; see `UnifiedCache.attend`.
+
+        Parameters
+        ----------
+        window : int, optional
+            0 for none. Default: the cache's own.
+        window_kind : {"standard", "chunked", "symmetric"}, optional
+            See `CacheConfig.window_kind`. Default: the cache's own.
+        causal : bool
+            False: later positions are seen too, as far as the window holds them.
+
+        Raises
+        ------
+        ConfigError, ShapeError
+            If an option or a shape is impossible; nothing is written.
+        """
         config = self._config
         out = self._checked(il, q, groups, out)
-        _check_options(scale, window, soft_cap)
+        _check_options(scale, soft_cap)
+        window = config.window if window is None else window
+        window_kind = config.window_kind if window_kind is None else window_kind
+        check_window(window, window_kind, causal)
         for rows, q_pos, cells, cell_pos in groups:
             adjacent = isinstance(rows, slice)
             part = out[rows] if adjacent else np.empty((len(rows), *out.shape[1:]), np.float32)
@@ -98,6 +119,8 @@ class Reader:
                 scale=1 / math.sqrt(config.k_head_dim(il)) if scale is None else scale,
                 v_trans=config.v_trans,
                 window=window,
+                window_kind=window_kind,
+                causal=causal,
                 soft_cap=soft_cap,
                 scratch=self._scratch,
             )
@@ -138,11 +161,25 @@ class Reader:
         return out
 
 
-def _check_options(scale: Any, window: Any, soft_cap: Any) -> None:
+def check_window(window: Any, window_kind: Any, causal: Any) -> None:
+    """Refuse options that say no rule about what a token sees.
+
+    Raises
+    ------
+    ConfigError
+        Names the option, what came and what is allowed.
+    """
+    if not is_whole(window) or window < 0:
+        raise ConfigError(f"window {window!r} must be a whole number of at least 0 (0: no window)")
+    if not isinstance(window_kind, str) or window_kind not in WINDOW_KINDS:
+        raise ConfigError(f"window_kind {window_kind!r} must be one of {', '.join(WINDOW_KINDS)}")
+    if not isinstance(causal, (bool, np.bool_)):
+        raise ConfigError(f"causal {causal!r} must be True or False")
+
+
+def _check_options(scale: Any, soft_cap: Any) -> None:
     number = (int, float, np.integer, np.floating)
     if scale is not None and not (isinstance(scale, number) and math.isfinite(scale)):
         raise ConfigError(f"scale {scale!r} must be a finite number")
-    if not isinstance(window, (int, np.integer)) or window < 0:
-        raise ConfigError(f"window {window!r} must be a whole number of at least 0 (0: no window)")
     if not (isinstance(soft_cap, number) and math.isfinite(soft_cap) and soft_cap >= 0):
         raise ConfigError(f"soft_cap {soft_cap!r} must be a finite number of at least 0 (0: none)")

@@ -10,6 +10,7 @@ import numpy as np
 from kvnumba.kernels import attend_decode, attend_prefill
 from kvnumba.kernels.half import KIND_F32, kind_id
 from kvnumba.kernels.micro_panels import PANEL
+from kvnumba.kernels.sight import WINDOW_IDS
 
 MAX_DECODE_QUERIES = 8
 """With more queries, tiles in float32 pay for their conversion."""
@@ -17,6 +18,8 @@ MIN_CELLS_PER_PART = 128
 """Fewer cells are not worth another thread."""
 TILE_BYTES = 1 << 18
 """K and V bytes of a decode tile: half of a small second-level cache."""
+NO_LIMIT = 1 << 33
+"""A window that holds every position there is, whatever its kind."""
 MAX_PANELS = 8
 """Panels of query rows that share a conversion; their queries and sums stay in the cache."""
 
@@ -46,12 +49,12 @@ class Scratch:
 
 def attend_rows(
     kind_k, kind_v, q, k, v, n_head_kv, cells, cell_pos, q_pos, out, *,
-    scale, v_trans=False, window=0, soft_cap=0.0, scratch=None,
+    scale, v_trans=False, window=0, window_kind="standard", causal=True, soft_cap=0.0, scratch=None,
 ) -> None:  # fmt: skip
     """Compute ``softmax(scale * q k^T) v`` of each query over the cells that it sees.
 
-    Query t sees a listed cell if ``cell_pos <= q_pos[t]`` and, with a window,
-    ``q_pos[t] - cell_pos < window``. Cells that are not listed are never read; what a query does
+    Query t sees a listed cell if ``cell_pos <= q_pos[t]`` (unless not causal) and the window, if
+    there is one, holds it. Cells that are not listed are never read; what a query does
     not see never enters its result, whatever it holds. A query that sees nothing gets zeros.
 
     Parameters
@@ -74,6 +77,11 @@ def attend_rows(
     v_trans : bool
     window : int
         0 for none.
+    window_kind : {"standard", "chunked", "symmetric"}
+        The window holds a position p of a query at q if ``q - p < window``, if
+        ``p >= q // window * window``, or if ``|q - p| <= window // 2``.
+    causal : bool
+        Otherwise later positions are seen too, as far as the window holds them.
     soft_cap : float
         If above 0, scores x become ``soft_cap * tanh(x / soft_cap)``.
     scratch : Scratch, optional
@@ -90,11 +98,12 @@ def attend_rows(
     attend = _decode if q.shape[0] <= MAX_DECODE_QUERIES else _prefill
     attend(
         scratch or Scratch(), q, items_k, items_v, cells, cell_pos, q_pos,
-        (kind_k, kind_v, n_head_kv, bool(v_trans), int(window), float(scale), float(soft_cap)), out,
+        (min(int(window), NO_LIMIT), WINDOW_IDS[window_kind], bool(causal)),
+        (kind_k, kind_v, n_head_kv, bool(v_trans), float(scale), float(soft_cap)), out,
     )  # fmt: skip
 
 
-def _decode(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
+def _decode(scratch, q, k, v, cells, cell_pos, q_pos, sight, options, out):
     n_q, n_head, _ = q.shape
     kind_k, _, n_head_kv, v_trans = options[:4]
     dv = out.shape[2]
@@ -105,14 +114,15 @@ def _decode(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
     size = attend_decode.work_size(tile, n_head_kv, n_q * (n_head // n_head_kv), dv, v_trans)
     work = scratch.get("work", (n_threads, size))
     lists = scratch.get("lists", (n_threads, 3, tile), np.int32)
+    ends = scratch.get("ends", (2, n_q), np.int32)
     qs = scratch.get("queries", (q.size,))
     attend_decode.attend_decode_kernel(
-        _address(attend_decode), work, lists, qs, q, k, v, work.view(np.uint16), cells, cell_pos,
-        q_pos, *options, n_parts, out,
+        _address(attend_decode), work, lists, ends, qs, q, k, v, work.view(np.uint16), cells,
+        cell_pos, q_pos, *sight, *options, n_parts, out,
     )  # fmt: skip
 
 
-def _prefill(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
+def _prefill(scratch, q, k, v, cells, cell_pos, q_pos, sight, options, out):
     n_q, n_head, dk = q.shape
     n_head_kv = options[2]
     n_threads = numba.get_num_threads()
@@ -120,21 +130,12 @@ def _prefill(scratch, q, k, v, cells, cell_pos, q_pos, options, out):
     n_panels = max(1, min(MAX_PANELS, all_panels * n_head_kv // (4 * n_threads)))
     size = attend_prefill.work_size(n_panels, dk, out.shape[2])
     work = scratch.get("panels", (n_threads, size))
-    row_pos = scratch.get("row_pos", (n_threads, n_panels * PANEL), np.int32)
+    row_ends = scratch.get("row_ends", (n_threads, 2, n_panels * PANEL), np.int32)
+    ends = scratch.get("ends", (2, n_q), np.int32)
     attend_prefill.attend_prefill_kernel(
-        _address(attend_prefill),
-        work,
-        row_pos,
-        q,
-        k,
-        v,
-        cells,
-        cell_pos,
-        q_pos,
-        *options,
-        n_panels,
-        out,
-    )
+        _address(attend_prefill), work, row_ends, ends, q, k, v, cells, cell_pos, q_pos, *sight,
+        *options, n_panels, out,
+    )  # fmt: skip
 
 
 @functools.cache

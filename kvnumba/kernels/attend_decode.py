@@ -27,7 +27,7 @@ from kvnumba.kernels.micro_scores import (
     soft_cap_row,
     softmax_row,
 )
-from kvnumba.kernels.sight import NOTHING, SOME, gather_seen, seen_run, sees, sight_of
+from kvnumba.kernels.sight import NOTHING, SOME, gather_seen, seen_run, sees, sight_bounds, sight_of
 
 AHEAD = 16
 """Cells between the K row that is used and the one that is fetched from memory."""
@@ -42,8 +42,7 @@ def work_size(tile, n_head_kv, n_rows, dv, v_trans):
 _F32, _I32, _ITEMS = types.float32[::1], types.int32[::1], types.uint16[:, ::1]
 _PART_TYPES = (
     types.float32[:, ::1], types.int32[:, :, ::1], _F32, _ITEMS, _ITEMS, _ITEMS, _I32, _I32, _I32,
-    types.UniTuple(types.int64, 6), types.boolean, types.int64, types.float64, types.int64,
-    types.int64,
+    _I32, types.UniTuple(types.int64, 6), types.boolean, types.float64, types.int64, types.int64,
 )  # fmt: skip
 _call_part = make_call(_PART_TYPES)
 
@@ -55,8 +54,8 @@ def part_address():
 
 @njit(parallel=True)
 def attend_decode_kernel(
-    part_function, work, lists, qs, q, k, v, work_items, cells, cell_pos, q_pos,
-    kind_k, kind_v, n_head_kv, v_trans, window, scale, soft_cap, n_parts, out,
+    part_function, work, lists, ends, qs, q, k, v, work_items, cells, cell_pos, q_pos, window,
+    window_kind, causal, kind_k, kind_v, n_head_kv, v_trans, scale, soft_cap, n_parts, out,
 ):  # fmt: skip
     """Attend from ``q[n_q, n_head, dk]`` to the listed cells; for small `n_q`.
 
@@ -68,13 +67,16 @@ def attend_decode_kernel(
         Scratch.
     lists : ndarray of int32, shape (at least n_parts, 3, tile)
         Scratch; its last axis sets how many cells are handled at once.
+    ends : ndarray of int32, shape (2, n_q), scratch
     qs : ndarray of float32, shape (at least q.size,), scratch
     q, k, v, cells, cell_pos, q_pos, out
         As `kvnumba.kernels.attend.attend_rows` has them, `k` and `v` as uint16 items.
     work_items : ndarray of uint16
         `work` again, as items.
-    kind_k, kind_v, n_head_kv, window : int
-    v_trans : bool
+    window, window_kind : int
+        See `kvnumba.kernels.sight`.
+    kind_k, kind_v, n_head_kv : int
+    causal, v_trans : bool
     scale, soft_cap : float
     n_parts : int
         Into how many parts the cells are split; at most one thread works on each.
@@ -82,9 +84,11 @@ def attend_decode_kernel(
     n_q, n_head, dk = q.shape
     dims = (kind_k, kind_v, n_head_kv, n_q * (n_head // n_head_kv), dk, out.shape[2])
     _pack_queries(qs, q, n_head_kv, scale, soft_cap)
+    low, high = ends[0], ends[1]
+    sight_bounds(q_pos, window, window_kind, causal, low, high)
     for part in prange(n_parts):
         arguments = (
-            work, lists, qs, k, v, work_items, cells, cell_pos, q_pos, dims, v_trans, window,
+            work, lists, qs, k, v, work_items, cells, cell_pos, low, high, dims, v_trans,
             soft_cap, n_parts, np.int64(part),
         )  # fmt: skip
         _call_part(part_function, arguments)
@@ -121,7 +125,7 @@ def _split_work(work, tile, dims):
 
 @njit()
 def _attend_part(
-    all_work, all_lists, qs, k, v, work_items, all_cells, all_pos, q_pos, dims, v_trans, window,
+    all_work, all_lists, qs, k, v, work_items, all_cells, all_pos, low, high, dims, v_trans,
     soft_cap, n_parts, part,
 ):  # fmt: skip
     """Sum over the cells of one part into its working memory."""
@@ -136,12 +140,12 @@ def _attend_part(
     v_tile = work_start + s.shape[0] + m.shape[0] + total.shape[0] + acc.shape[0]
     for t0 in range(0, cells.shape[0], tile):
         seen, pos, partial = cells[t0 : t0 + tile], cell_pos[t0 : t0 + tile], False
-        sight = sight_of(pos, q_pos, window)
+        sight = sight_of(pos, low, high)
         if sight == NOTHING:
             continue
         if sight == SOME:
-            n = gather_seen(lists, seen, pos, q_pos, window)
-            seen, pos, partial = lists[0, :n], lists[1, :n], q_pos.shape[0] > 1
+            n = gather_seen(lists, seen, pos, low, high)
+            seen, pos, partial = lists[0, :n], lists[1, :n], low.shape[0] > 1
             if n == 0:
                 continue
         ahead = cells[t0 + AHEAD : t0 + AHEAD + seen.shape[0]]
@@ -149,14 +153,14 @@ def _attend_part(
         if soft_cap > 0:
             _cap_scores(s, tile, seen.shape[0], soft_cap)
         if partial:
-            _mask_scores(s, tile, pos, q_pos, window, dims)
+            _mask_scores(s, tile, pos, low, high, dims)
         _softmax_tile(s, tile, m, total, acc, seen.shape[0], dims)
         dims_v, rows_v, start_v, order = dims, v, 0, seen
         if v_trans:
             _transpose_v(work, v_tile - work_start, lists[2], v, seen, dims)
             dims_v = (dims[0], np.int64(KIND_F32), dims[2], dims[3], dims[4], dims[5])
             rows_v, start_v, order = work_items, v_tile, lists[2, : seen.shape[0]]
-        _mix_tile(acc, s, tile, rows_v, start_v, order, pos, q_pos, window, dims_v, partial)
+        _mix_tile(acc, s, tile, rows_v, start_v, order, pos, low, high, dims_v, partial)
 
 
 @njit()
@@ -217,13 +221,13 @@ def _cap_scores(s, tile, n, soft_cap):
 
 
 @njit()
-def _mask_scores(s, tile, pos, q_pos, window, dims):
-    n_rows, n_group = dims[3], dims[3] // q_pos.shape[0]
+def _mask_scores(s, tile, pos, low, high, dims):
+    n_rows, n_group = dims[3], dims[3] // low.shape[0]
     for row in range(dims[2] * n_rows):
         t = row % n_rows // n_group
         scores = s[row * tile : row * tile + pos.shape[0]]
         for i in range(pos.shape[0]):
-            if not sees(q_pos[t], pos[i], window):
+            if not sees(pos[i], low[t], high[t]):
                 scores[i] = MASKED
 
 
@@ -255,20 +259,21 @@ def _transpose_v(work, start, order, v, cells, dims):
 
 
 @njit()
-def _mix_tile(acc, s, tile, v, v_start, cells, pos, q_pos, window, dims, partial):
+def _mix_tile(acc, s, tile, v, v_start, cells, pos, low, high, dims, partial):
     """Add the weighted V rows; in a partial tile each row adds only runs of cells that it sees.
 
     A weight of 0 is no excuse for touching a row: 0 times NaN is NaN.
     """
     kind_v, n_head_kv, n_rows, dv = dims[1], dims[2], dims[3], dims[5]
-    n_group, n = n_rows // q_pos.shape[0], pos.shape[0]
+    n_group, n = n_rows // low.shape[0], pos.shape[0]
     for h in range(n_head_kv):
         row, last = h * n_rows, h * n_rows + n_rows
         while row < last:
             step, start, stop = 1 if partial else _step(last - row), 0, n
             while start < n:
                 if partial:
-                    start, stop = seen_run(pos, q_pos[row % n_rows // n_group], window, start)
+                    t = row % n_rows // n_group
+                    start, stop = seen_run(pos, low[t], high[t], start)
                 mix(
                     kind_v, step, v, v_start + h * dv, n_head_kv * dv, dv, cells[start:],
                     stop - start, s, row * tile + start, tile, acc, row * dv, dv,

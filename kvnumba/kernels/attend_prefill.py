@@ -23,7 +23,7 @@ from kvnumba.kernels.micro_panels import (
 )
 from kvnumba.kernels.micro_rows import gather, widen
 from kvnumba.kernels.micro_scores import MASKED, NO_MAXIMUM, soft_cap_row
-from kvnumba.kernels.sight import ALL, NOTHING, SOME, sees, sight_of
+from kvnumba.kernels.sight import ALL, NOTHING, SOME, sees, sight_bounds, sight_of
 
 TILE = 128
 """Cells converted at once; a multiple of CELLS."""
@@ -36,9 +36,9 @@ def work_size(n_panels, dk, dv):
 
 
 _PART_TYPES = (
-    types.float32[:, ::1], types.int32[:, ::1], types.float32[:, :, ::1], types.uint16[:, ::1],
-    types.uint16[:, ::1], types.int32[::1], types.int32[::1], types.int32[::1],
-    types.UniTuple(types.int64, 6), types.boolean, types.int64, types.float64, types.float64,
+    types.float32[:, ::1], types.int32[:, :, ::1], types.float32[:, :, ::1], types.uint16[:, ::1],
+    types.uint16[:, ::1], types.int32[::1], types.int32[::1], types.int32[::1], types.int32[::1],
+    types.UniTuple(types.int64, 6), types.boolean, types.float64, types.float64,
     types.float32[:, :, ::1], types.int64,
 )  # fmt: skip
 _call_part = make_call(_PART_TYPES)
@@ -51,8 +51,8 @@ def part_address():
 
 @njit(parallel=True)
 def attend_prefill_kernel(
-    part_function, work, row_pos, q, k, v, cells, cell_pos, q_pos,
-    kind_k, kind_v, n_head_kv, v_trans, window, scale, soft_cap, n_panels, out,
+    part_function, work, row_ends, ends, q, k, v, cells, cell_pos, q_pos, window, window_kind,
+    causal, kind_k, kind_v, n_head_kv, v_trans, scale, soft_cap, n_panels, out,
 ):  # fmt: skip
     """Attend from ``q[n_q, n_head, dk]`` to the listed cells; for large `n_q`.
 
@@ -62,21 +62,25 @@ def attend_prefill_kernel(
         What `part_address` returned.
     work : ndarray of float32, shape (n_threads, at least `work_size`)
         Scratch; one thread works on each row.
-    row_pos : ndarray of int32, shape (n_threads, n_panels * PANEL)
+    row_ends : ndarray of int32, shape (n_threads, 2, n_panels * PANEL)
         Scratch.
+    ends : ndarray of int32, shape (2, n_q), scratch
     q, k, v, cells, cell_pos, q_pos, out
         As `kvnumba.kernels.attend.attend_rows` has them, `k` and `v` as uint16 items.
+    window, window_kind : int
+        See `kvnumba.kernels.sight`.
     kind_k, kind_v, n_head_kv : int
-    v_trans : bool
-    window : int
+    causal, v_trans : bool
     scale, soft_cap : float
     n_panels : int
         Panels of query rows that share one conversion of K and V.
     """
     dims = (kind_k, kind_v, n_head_kv, q.shape[2], out.shape[2], n_panels)
+    low, high = ends[0], ends[1]
+    sight_bounds(q_pos, window, window_kind, causal, low, high)
     for part in prange(work.shape[0]):
         arguments = (
-            work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, v_trans, window, scale, soft_cap,
+            work, row_ends, q, k, v, cells, cell_pos, low, high, dims, v_trans, scale, soft_cap,
             out, np.int64(part),
         )  # fmt: skip
         _call_part(part_function, arguments)
@@ -84,8 +88,7 @@ def attend_prefill_kernel(
 
 @njit()
 def _attend_part(
-    work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, v_trans, window, scale, soft_cap, out,
-    part,
+    work, row_ends, q, k, v, cells, cell_pos, low, high, dims, v_trans, scale, soft_cap, out, part,
 ):  # fmt: skip
     """Do every n-th block of rows of every head, n the number of threads.
 
@@ -98,8 +101,8 @@ def _attend_part(
         first = item // n_head_kv * n_block
         last = min(n_rows, first + n_block)
         _attend_block(
-            work[part], row_pos[part], q, k, v, cells, cell_pos, q_pos, dims, item % n_head_kv,
-            first, last, v_trans, window, scale, soft_cap, out,
+            work[part], row_ends[part], q, k, v, cells, cell_pos, low, high, dims,
+            item % n_head_kv, first, last, v_trans, scale, soft_cap, out,
         )  # fmt: skip
 
 
@@ -120,28 +123,29 @@ def _split_work(work, n_block, dk, width):
 
 @njit()
 def _attend_block(
-    work, row_pos, q, k, v, cells, cell_pos, q_pos, dims, h, first, last, v_trans, window, scale,
+    work, row_ends, q, k, v, cells, cell_pos, low, high, dims, h, first, last, v_trans, scale,
     soft_cap, out,
 ):  # fmt: skip
     dk, dv = dims[3], dims[4]
     width = (dv + COLUMNS - 1) // COLUMNS * COLUMNS
     n_block = (last - first + PANEL - 1) // PANEL * PANEL
     panels, acc, m, total, factors, s, k_tile, v_tile = _split_work(work, n_block, dk, width)
-    _pack_panels(panels, row_pos, q, q_pos, h, dims[2], first, last, scale, soft_cap)
+    lows, highs = row_ends[0, :n_block], row_ends[1, :n_block]
+    _pack_panels(panels, lows, highs, q, low, high, h, dims[2], first, last, scale, soft_cap)
     acc[:] = np.float32(0)
     m[:] = NO_MAXIMUM
     total[:] = np.float32(0)
     v_tile[:] = np.float32(0)  # columns beyond dv stay 0
     for t0 in range(0, cells.shape[0], TILE):
         seen, pos = cells[t0 : t0 + TILE], cell_pos[t0 : t0 + TILE]
-        sight = sight_of(pos, row_pos[:n_block], window)
+        sight = sight_of(pos, lows, highs)
         if sight == NOTHING:
             continue
         _widen_tile(k_tile, v_tile, k, v, seen, dims, h, v_trans)
         finite = sight == ALL or np.isfinite(v_tile.sum())
         for p0 in range(0, n_block, PANEL):
-            rows = row_pos[p0 : p0 + PANEL]
-            sight = sight_of(pos, rows, window)
+            low_p, high_p = lows[p0 : p0 + PANEL], highs[p0 : p0 + PANEL]
+            sight = sight_of(pos, low_p, high_p)
             if sight == NOTHING:
                 continue
             n = pos.shape[0]
@@ -149,27 +153,29 @@ def _attend_block(
             if soft_cap > 0:
                 soft_cap_row(s, 0, n * PANEL, np.float32(soft_cap * 1.4426950408889634))
             if sight == SOME:
-                _mask_scores(s, pos, rows, window)
+                _mask_scores(s, pos, low_p, high_p)
             panel_softmax(s, 0, n, m, total, factors, p0)
             if sight == ALL or finite:
                 panel_mix(s, 0, n, v_tile, 0, TILE * COLUMNS, acc, p0 * width, width, factors[p0:])
             else:
-                _mix_seen(acc[p0 * width :], s, v_tile, pos, rows, window, factors[p0:], width)
+                _mix_seen(
+                    acc[p0 * width :], s, v_tile, pos, low_p, high_p, factors[p0:], width
+                )  # fmt: skip
     _write_out(out, acc, total, h, dims, first, last, width)
 
 
 @njit()
-def _pack_panels(panels, row_pos, q, q_pos, h, n_head_kv, first, last, scale, soft_cap):
+def _pack_panels(panels, lows, highs, q, low, high, h, n_head_kv, first, last, scale, soft_cap):
     """Store the queries of rows [first, last) as panels, with every constant factor in them.
 
-    Rows that fill up the last panel are 0 and sit at the last row's position.
+    Rows that fill up the last panel are 0 and see what the last row sees.
     """
     dk, n_group = q.shape[2], q.shape[1] // n_head_kv
     factor = np.float32(scale / soft_cap if soft_cap > 0 else scale * 1.4426950408889634)
     for j in range(panels.shape[0] // dk):
         row = min(first + j, last - 1)
         t, head = row // n_group, h * n_group + row % n_group
-        row_pos[j] = q_pos[t]
+        lows[j], highs[j] = low[t], high[t]
         used = factor if first + j < last else np.float32(0)
         start = j // PANEL * PANEL * dk + j % PANEL
         values = q[t, head]
@@ -199,22 +205,22 @@ def _widen_tile(k_tile, v_tile, k, v, cells, dims, h, v_trans):
 
 
 @njit()
-def _mask_scores(s, pos, row_pos, window):
+def _mask_scores(s, pos, low, high):
     for i in range(pos.shape[0]):
         row = s[i * PANEL : (i + 1) * PANEL]
         for j in range(PANEL):
-            row[j] = row[j] if sees(row_pos[j], pos[i], window) else MASKED
+            row[j] = row[j] if sees(pos[i], low[j], high[j]) else MASKED
 
 
 @njit()
-def _mix_seen(acc, s, v_tile, pos, row_pos, window, factors, width):
+def _mix_seen(acc, s, v_tile, pos, low, high, factors, width):
     """As `panel_mix`, cell by cell and only where seen: 0 times NaN would be NaN."""
     for j in range(PANEL):
         sums = acc[j * width : (j + 1) * width]
         for d in range(width):
             sums[d] *= factors[j]
         for i in range(pos.shape[0]):
-            if sees(row_pos[j], pos[i], window):
+            if sees(pos[i], low[j], high[j]):
                 for d in range(width):
                     value = v_tile[d // COLUMNS * TILE * COLUMNS + i * COLUMNS + d % COLUMNS]
                     sums[d] += s[i * PANEL + j] * value

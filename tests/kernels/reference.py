@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 STEP = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
@@ -27,7 +29,20 @@ def widen(kind: str, items: np.ndarray) -> np.ndarray:
     return (items.astype(np.uint32) << 16).view(np.float32)
 
 
-def attention(q, k, v, n_head_kv, cells, cell_pos, q_pos, *, scale, window=0, soft_cap=0.0):
+def is_hidden(p0, p1, window=0, window_kind="standard", causal=True):
+    """Return whether a token at `p1` does not see the position `p0`; whole numbers of Python."""
+    if causal and p0 > p1:
+        return True
+    if window <= 0:
+        return False
+    if window_kind == "standard":
+        return p1 - p0 >= window
+    if window_kind == "chunked":
+        return p0 < math.floor(p1 / window) * window
+    return abs(p1 - p0) > window // 2
+
+
+def attention(q, k, v, n_head_kv, cells, cell_pos, q_pos, *, scale, soft_cap=0.0, **rule):
     """Attend in float64, one query and head at a time; `k` and `v` are values by row."""
     n_q, n_head, dk = q.shape
     dv = v.shape[1] // n_head_kv
@@ -35,7 +50,7 @@ def attention(q, k, v, n_head_kv, cells, cell_pos, q_pos, *, scale, window=0, so
     values = v[cells].reshape(len(cells), n_head_kv, dv).astype(np.float64)
     out = np.zeros((n_q, n_head, dv))
     for t in range(n_q):
-        seen = (cell_pos <= q_pos[t]) & ((window <= 0) | (q_pos[t] - cell_pos < window))
+        seen = np.array([not is_hidden(p, int(q_pos[t]), **rule) for p in cell_pos.tolist()], bool)
         if not seen.any():
             continue
         for head in range(n_head):

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from reference import attention, narrow, widen
+from reference import attention, is_hidden, narrow, widen
 
 from kvnumba.kernels import attend
 from kvnumba.kernels.attend import Scratch, attend_rows
@@ -93,6 +93,52 @@ def test_element_types(kind_k, kind_v, v_trans, n_q):
 @pytest.mark.parametrize("n_q", [1, 5, 40] if JIT else [1, 9])
 def test_windows_and_unsorted_positions(order, window, n_q):
     Case(300 if JIT else 30, n_q, (4, 2, 16, 16), order=order).check(window=window)
+
+
+RULES = [
+    {"window": n, "window_kind": kind, "causal": causal}
+    for kind in ("standard", "chunked", "symmetric")
+    for causal in (True, False)
+    for n in (0, 1, 2, 7, 64, 5000)
+    if n or kind == "standard"
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: "-".join(map(str, r.values())))
+@pytest.mark.parametrize("n_q", [1, 5, 40] if JIT else [1, 9])
+def test_kinds_of_windows(n_q, rule):
+    n = 300 if JIT else 30
+    case = Case(n, n_q, (4, 2, 16, 16), order="shuffled")
+    # queries amid the cells, so that there is a later side
+    case.q_pos = np.random.default_rng(n_q).integers(0, n, n_q).astype(np.int32)
+    case.check(**rule)
+
+
+@pytest.mark.parametrize("n_q", [1, 9])
+@pytest.mark.parametrize("window", [2**32, 2**40, 2**80])
+@pytest.mark.parametrize("kind", ["standard", "chunked", "symmetric"])
+def test_a_window_beyond_all_positions_is_none(kind, window, n_q):
+    case = Case(20, n_q, (2, 1, 8, 8))
+    last = 2**31 - 2
+    case.pos, case.q_pos = case.pos * (last // 19), np.full(n_q, last, np.int32)
+    case.pos = case.pos.astype(np.int32)
+    for causal in (True, False):
+        got = case.run(window=window, window_kind=kind, causal=causal)
+        np.testing.assert_array_equal(got, case.run())
+
+
+@pytest.mark.parametrize("n_q", [1, 9] if JIT else [2, 9])
+@pytest.mark.parametrize("kind", ["chunked", "symmetric"])
+def test_nan_that_a_window_hides_never_shows(kind, n_q):
+    rule = {"window": 8, "window_kind": kind, "causal": False}
+    case = Case(200 if JIT else 30, n_q, (4, 2, 16, 16))
+    case.q_pos[:] = np.arange(n_q) % 4 + 17
+    seen = [[not is_hidden(p, q, **rule) for p in case.pos.tolist()] for q in case.q_pos.tolist()]
+    clean = case.run(**rule)
+    hidden = case.cells[~np.any(seen, axis=0)]
+    assert len(hidden)
+    case.k[hidden] = case.v[hidden] = narrow("f16", np.full(1, np.nan, np.float32))
+    np.testing.assert_allclose(case.run(**rule), clean, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("n_q", [1, 3, 9])
