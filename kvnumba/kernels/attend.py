@@ -10,7 +10,7 @@ import numpy as np
 from kvnumba.kernels import attend_decode, attend_prefill
 from kvnumba.kernels.half import KIND_F32, kind_id
 from kvnumba.kernels.micro_panels import PANEL
-from kvnumba.kernels.sight import WINDOW_IDS
+from kvnumba.kernels.sight import NO_LIMIT, WINDOW_IDS
 
 MAX_DECODE_QUERIES = 8
 """With more queries, tiles in float32 pay for their conversion."""
@@ -18,8 +18,6 @@ MIN_CELLS_PER_PART = 128
 """Fewer cells are not worth another thread."""
 TILE_BYTES = 1 << 18
 """K and V bytes of a decode tile: half of a small second-level cache."""
-NO_LIMIT = 1 << 33
-"""A window that holds every position there is, whatever its kind."""
 MAX_PANELS = 8
 """Panels of query rows that share a conversion; their queries and sums stay in the cache."""
 

@@ -19,6 +19,9 @@ NOTHING, SOME, ALL = 0, 1, 2
 NO_LOW, NO_HIGH = -(1 << 31), (1 << 31) - 1
 """Ends of a range that leaves nothing out."""
 
+NO_LIMIT = 1 << 33
+"""A window that holds every position there is, whatever its kind; greater ones are cut to it."""
+
 
 @njit()
 def _window_ends(q_pos, window, kind):
