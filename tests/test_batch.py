@@ -115,6 +115,112 @@ def test_a_batch_does_not_change_with_the_arrays_it_was_made_from():
     assert [a.tolist() for a in (batch.tokens, batch.pos, batch.ids)] == [[1, 2]] * 3
 
 
+# -- embeddings, outputs, several positions ----------------------------------------------------
+
+
+def test_embeddings_alone_have_no_tokens():
+    batch = Batch(embeddings=[[1, 2], [3, 4], [5, 6]], seq_ids=2)
+    assert not batch.has_tokens
+    assert batch.tokens.tolist() == [-1, -1, -1]
+    assert batch.embeddings.dtype == np.float32
+    assert batch.part(1, 3).embeddings.tolist() == [[3, 4], [5, 6]]
+    assert not batch.part(1, 3).has_tokens
+    assert not batch.take([0]).has_tokens
+
+
+def test_embeddings_beside_tokens():
+    batch = Batch([7, 8], embeddings=np.eye(2))
+    assert batch.has_tokens
+    assert batch.take([1]).embeddings.tolist() == [[0, 1]]
+    assert Batch([7]).embeddings is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "want"),
+    [
+        (None, [False, False, True]),
+        ("all", [True, True, True]),
+        ([True, False, False], [True, False, False]),
+        ([0, 1, 1], [False, True, True]),
+        (np.zeros(3, np.int8), [False, False, False]),
+    ],
+)
+def test_output_flags(outputs, want):
+    batch = Batch([1, 2, 3], outputs=outputs)
+    assert batch.outputs.dtype == np.bool_
+    assert batch.outputs.tolist() == want
+    assert batch.part(0, 2).outputs.tolist() == want[:2]
+
+
+def test_no_token_has_no_output():
+    assert Batch([]).outputs.tolist() == []
+    assert Batch([], outputs=[]).outputs.tolist() == []
+
+
+def test_several_positions_a_token():
+    rows = [[0, 0, 0, 3], [0, 0, 1, 3], [0, 1, 0, 3]]
+    batch = Batch([1, 2, 3, 4], rows)
+    assert batch.pos.tolist() == rows[0]
+    assert batch.sections.tolist() == rows
+    assert batch.sections.dtype == np.int32
+    assert batch.part(1, 3).sections.tolist() == [row[1:3] for row in rows]
+    assert batch.take([3, 0]).sections.tolist() == [[row[3], row[0]] for row in rows]
+    assert Batch([1], [[0]] * 4).sections.shape == (4, 1)
+    assert Batch([1], [5]).sections is None
+
+
+@pytest.mark.parametrize("seq_ids", [0, [4, 0, 2], [[0], [3, 1], [1, 2, 0]]])
+@pytest.mark.parametrize("index", [[2, 0], [1], [0, 1, 2], []])
+def test_take_keeps_what_each_token_has(seq_ids, index):
+    batch = Batch([1, 2, 3], [5, 6, 7], seq_ids, outputs=[1, 0, 1])
+    taken = batch.take(index)
+    assert taken.tokens.tolist() == [t + 1 for t in index]
+    assert taken.pos.tolist() == [t + 5 for t in index]
+    assert taken.outputs.tolist() == [t != 1 for t in index]
+    assert taken.n_tokens == len(index)
+    assert [taken.ids_of(k) for k in range(len(index))] == [batch.ids_of(t) for t in index]
+    assert taken.first_ids().tolist() == [batch.ids_of(t)[0] for t in index]
+
+
+def test_ids_stay_in_the_order_given():
+    batch = Batch([1, 2], None, [[2, 0, 1], [5]])
+    assert batch.ids_of(0) == (2, 0, 1)
+    assert batch.is_coupled
+    assert not batch.part(1, 2).is_coupled
+    assert not batch.take([1]).is_coupled
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({}, "neither tokens nor embeddings"),
+        ({"embeddings": [1.0, 2.0]}, "embeddings has shape"),
+        ({"embeddings": np.zeros((2, 0))}, "embeddings has shape"),
+        ({"embeddings": [["a", "b"]]}, "embeddings has dtype"),
+        ({"embeddings": [[True, False]]}, "embeddings has dtype"),
+        ({"embeddings": [[1.0], [1.0, 2.0]]}, "embeddings cannot be read"),
+        ({"tokens": [1, 2], "embeddings": [[1.0]]}, "embeddings has 1 rows for 2 tokens"),
+        ({"tokens": [1, 2], "outputs": [1]}, "outputs has shape"),
+        ({"tokens": [1, 2], "outputs": [0, 2]}, "outputs of token 1 is 2"),
+        ({"tokens": [1, 2], "outputs": [0.0, 1.0]}, "outputs has dtype"),
+        ({"tokens": [1, 2], "outputs": "last"}, "outputs is 'last'"),
+        ({"tokens": [1, 2], "outputs": [[1], [0, 1]]}, "outputs cannot be read"),
+        ({"tokens": [1, 2], "pos": [[0, 1]]}, "pos has 1 rows"),
+        ({"tokens": [1, 2], "pos": np.zeros((5, 2), int)}, "pos has 5 rows"),
+        ({"tokens": [1, 2], "pos": np.zeros((3, 1), int)}, "pos has 1 entries for 2 tokens"),
+        ({"tokens": [1], "pos": np.zeros((1, 1, 1), int)}, "pos has 3 dimensions"),
+    ],
+)
+def test_refused_fields(kwargs, named):
+    with pytest.raises(ShapeError, match=named):
+        Batch(**kwargs)
+
+
+def test_a_section_below_zero_is_refused():
+    with pytest.raises(PositionError, match="token 1 is -1"):
+        Batch([1, 2], [[0, 1], [0, -1], [0, 0]])
+
+
 def test_token_lists_that_were_typed():
     assert parse_token_list("5, 6 ,7", 10).tolist() == [5, 6, 7]
     assert parse_token_list("007", 10).tolist() == [7]
