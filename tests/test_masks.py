@@ -137,6 +137,10 @@ def test_large_masks_are_dealt_out_and_the_same():
     for t in range(100):
         alone = kq_mask(cells, (pos[t : t + 1], seq_ids[t : t + 1]), 4096)
         np.testing.assert_array_equal(whole[t : t + 1], alone)
+    seen = kq_mask(cells, (pos, 0), 4096, window=1000, dtype="bool")
+    distance = pos[:, None] - cells.pos
+    members = np.isin(np.arange(4096), cells.members(0))
+    np.testing.assert_array_equal(seen, members & (distance >= 0) & (distance < 1000))
 
 
 def test_out_is_filled_and_returned():

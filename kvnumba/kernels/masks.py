@@ -60,6 +60,7 @@ def _fill_distances(lanes, word, pos, low, high, q, hidden):
     """As `_fill_seen`, with minus the distance from position `q` where a cell is seen."""
     farthest = np.float32(FARTHEST_F16 if lanes.itemsize == 2 else 1 << 31)
     for j in range(lanes.shape[0]):
+        # asked first, it makes a loop of its own, without shifts, for full words
         is_member = word == FULL or (word >> np.uint64(j % WORD_BITS)) & ONE != ZERO
         # fits in 32 bits, for neither is below -1; eight lanes go at once then
         distance = min(abs(np.float32(np.int32(pos[j] - q))), farthest)

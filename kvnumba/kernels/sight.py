@@ -59,7 +59,7 @@ def sight_bounds(q_pos, window, kind, is_causal, low, high):
     for t in range(q_pos.shape[0]):
         first, last = _window_ends(q_pos[t], window, kind)
         if is_causal:
-            last = min(last, np.int64(q_pos[t]))
+            last = np.int64(q_pos[t])
         low[t] = max(first, np.int64(NO_LOW))
         high[t] = min(last, np.int64(NO_HIGH))
 

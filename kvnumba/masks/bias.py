@@ -103,7 +103,7 @@ def _bucket_table(n_buckets: int, max_distance: int) -> np.ndarray:
     n_exact = n_buckets // 2
     distance = np.arange(max_distance + 1)
     share = np.log(np.maximum(distance, 1) / n_exact) / np.log(max_distance / n_exact)
-    # Rounded to float32 before it is cut off, as llama.cpp does: 12.999999999 is 13.
-    far = np.floor((n_exact + share * (n_buckets - n_exact)).astype(np.float32))
+    # What misses a whole number by rounding alone is that number, whatever computes logarithms.
+    far = np.floor(n_exact + share * (n_buckets - n_exact) + 1e-9)
     table = np.where(distance < n_exact, distance, np.minimum(n_buckets - 1, far))
     return table.astype(np.int32)

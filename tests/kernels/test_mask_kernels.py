@@ -27,7 +27,9 @@ def scenes(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     owners = rng.random((N_SEQ, n_cells)) < draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
     if draw(st.booleans()):
-        owners[:, 64:128] = draw(st.booleans())  # a word of one kind
+        owners[:, 64:128] = draw(st.sampled_from([False, True, owners[:, :1]]))
+    if draw(st.booleans()):
+        owners[:, 64:] = owners[:, np.arange(64, n_cells) % 64]  # the same word again
     last = draw(st.sampled_from([5, 60, 2**31 - 2]))
     pos = np.where(owners.any(axis=0), rng.integers(max(0, last - 60), last + 1, n_cells), -1)
     n_tokens = draw(st.integers(0, 6))
