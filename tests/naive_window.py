@@ -9,6 +9,7 @@ sequence's next token sees must be in the window part, always. What would break 
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import naive
 
@@ -77,11 +78,15 @@ class WindowCells(naive.NaiveCells):
         return is_masked(self.kind, self.window, p0, p1)
 
     def is_hidden(self, i):
-        """Whether a cell's only owner does not see it from its next position on."""
+        """Whether a cell's only owner does not see it from its next position on.
+
+        Its last token is none: the parts must agree on where a sequence ends.
+        """
         if len(self.cells[i].seqs) != 1:
             return False
         (s,) = self.cells[i].seqs
-        return self.masks(self.cells[i].pos, self.seq_pos_max(s) + 1)
+        last = self.seq_pos_max(s)
+        return self.cells[i].pos < last and self.masks(self.cells[i].pos, last + 1)
 
     def is_usable(self, i):
         """Whether a new token may have the cell."""
@@ -202,6 +207,15 @@ class NaiveWindow:
     def check(self):
         """Fail unless the window part is true."""
         assert self.broken() is None, self.broken()
+
+    def has_hole(self, seq_id):
+        """Whether a sequence lacks positions between its first and last, or has some twice.
+
+        A real cache may then refuse more than it must: it notes up to where a sequence has lost
+        cells, and not which of those positions had a token.
+        """
+        held = sorted(self.tags(self.base, seq_id).values())
+        return any(b - a != 1 for a, b in pairwise(held))
 
     # -- asking -------------------------------------------------------------------------------
 
