@@ -73,9 +73,7 @@ def attend_decode_kernel(
         As `kvnumba.kernels.attend.attend_rows` has them, `k` and `v` as uint16 items.
     work_items : ndarray of uint16
         `work` again, as items.
-    window, window_kind : int
-        See `kvnumba.kernels.sight`.
-    kind_k, kind_v, n_head_kv : int
+    window, window_kind, kind_k, kind_v, n_head_kv : int
     causal, v_trans : bool
     scale, soft_cap : float
     n_parts : int
@@ -116,11 +114,9 @@ def _split_work(work, tile, dims):
     rows, dv = dims[2] * dims[3], dims[5]
     m = rows * tile
     return (
-        work[:m],
-        work[m : m + rows],
-        work[m + rows : m + 2 * rows],
+        work[:m], work[m : m + rows], work[m + rows : m + 2 * rows],
         work[m + 2 * rows :][: rows * dv],
-    )
+    )  # fmt: skip
 
 
 @njit()
