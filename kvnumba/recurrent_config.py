@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvnumba.config import (
-    MAX_SEQ,
-    SHARED_RULES,
-    CacheConfig,
-    _count,
-    _entries,
-    _put_choice,
-    _put_count,
-    _put_type,
-)
+from kvnumba.config import MAX_SEQ, SHARED_RULES, CacheConfig
+from kvnumba.config_fields import count, entries, put_choice, put_count, put_type
 from kvnumba.dtypes import ElementType, kv_type
 from kvnumba.errors import ConfigError
 
@@ -25,8 +17,8 @@ MAX_ROWS = (1 << 31) - 65
 
 def _widths(value: Any, n_layer: int, name: str, least: int) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-        return (_count(value, name, least),) * n_layer
-    values = tuple(_count(v, name, least) for v in _entries(value, name))
+        return (count(value, name, least),) * n_layer
+    values = tuple(count(v, name, least) for v in entries(value, name))
     if len(values) != n_layer:
         raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
     return values
@@ -76,11 +68,11 @@ class RecurrentConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_seq_max", "n_batch", "n_ubatch"):
-            _put_count(self, name, 1)
-        _put_count(self, "n_rewind", 0)
-        _put_type(self, "type_r")
-        _put_type(self, "type_s")
-        _put_choice(self, "shared", SHARED_RULES)
+            put_count(self, name, 1)
+        put_count(self, "n_rewind", 0)
+        put_type(self, "type_r")
+        put_type(self, "type_s")
+        put_choice(self, "shared", SHARED_RULES)
         if self.n_seq_max > MAX_SEQ:
             raise ConfigError(f"n_seq_max {self.n_seq_max} is beyond {MAX_SEQ}")
         if self.n_rewind > MAX_REWIND:
@@ -88,7 +80,7 @@ class RecurrentConfig:
         put = object.__setattr__
         if self.n_cells is None:
             put(self, "n_cells", self.n_seq_max)
-        _put_count(self, "n_cells", 1)
+        put_count(self, "n_cells", 1)
         assert self.n_cells is not None
         if self.n_cells < self.n_seq_max:
             raise ConfigError(
