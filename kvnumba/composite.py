@@ -58,7 +58,10 @@ class CompositeStep(Step):
         """Store K and V, or r and s, of layer `il`; as the part's step."""
         self._expect("applied", "write")
         step, local = self.of_layer(il)
-        step.write(local, *rows)
+        try:
+            step.write(local, *rows)
+        except ConfigError as error:
+            raise ConfigError(f"layer {il} is layer {local} of its part: {error}") from None
 
     def attend(self, il: int, q: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
         """Attend in layer `il`; as the part's step."""

@@ -32,11 +32,17 @@ def _pick(value: Any, layers: Sequence[int]) -> Any:
     return tuple(value[il] for il in layers) if isinstance(value, tuple) else value
 
 
-def _of_layers(config: CacheConfig, layers: Sequence[int], **changes: Any) -> CacheConfig:
+def _of_layers(config: CacheConfig, mine: Sequence[bool], **changes: Any) -> CacheConfig:
+    """Return the cache of some layers of the model."""
+    all_storage = range(config.n_layer) if config.layer_map is None else config.layer_map
+    mapped = [storage for storage, is_mine in zip(all_storage, mine, strict=True) if is_mine]
+    layers = sorted({storage for storage in mapped if storage >= 0})
     per_layer = {
         name: _pick(getattr(config, name), layers)
         for name in ("n_head_kv", "head_dim", "head_dim_v", "rope")
     }
+    if config.layer_map is not None:
+        changes["layer_map"] = tuple(layers.index(s) if s >= 0 else -1 for s in mapped)
     return replace(config, n_layer=len(layers), **per_layer, **changes)
 
 
@@ -50,7 +56,7 @@ class WindowConfig:
         All layers of the model, and the cells of those that see everything.
     window : int
         Positions that a token sees in the other layers, its own included.
-    is_window : sequence of bool, one per layer
+    is_window : sequence of bool, one per layer of the model
         Which layers have the window; there must be both kinds.
     kind : {"standard", "chunked", "symmetric"}
         See `CacheConfig.window_kind`.
@@ -80,10 +86,11 @@ class WindowConfig:
         if not isinstance(self.base, CacheConfig) or self.base.window:
             raise ConfigError("base must be a CacheConfig without a window of its own")
         object.__setattr__(self, "is_window", _flags(self.is_window, "is_window"))
-        if len(self.is_window) != self.base.n_layer:
+        if len(self.is_window) != self.base.n_model_layer:
             raise ConfigError(
-                f"is_window has {len(self.is_window)} entries, n_layer is {self.base.n_layer}"
+                f"is_window has {len(self.is_window)} entries for {self.base.n_model_layer} layers"
             )
+        self._check_layer_map()
         if self.kind not in WINDOW_KINDS:
             raise ConfigError(f"kind {self.kind!r} is not one of {WINDOW_KINDS}")
         for name, least in (("window", 1), ("n_checkpoints", 0), ("n_window_cells", 1)):
@@ -92,7 +99,18 @@ class WindowConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} {value!r} must be a whole number of at least {least}")
-        _ = self.window_part  # refuses what that cache would refuse
+        _ = self.base_part, self.window_part  # refuse what those caches would refuse
+
+    def _check_layer_map(self) -> None:
+        kinds: dict[int, bool] = {}
+        for il, (storage, is_window) in enumerate(
+            zip(self.base.layer_map or (), self.is_window, strict=False)
+        ):
+            if storage >= 0 and kinds.setdefault(storage, is_window) != is_window:
+                raise ConfigError(
+                    f"layer_map lets layer {il} read what a layer of the other kind stores; layers "
+                    "with a window and those without have caches of their own"
+                )
 
     @property
     def n_seq_max(self) -> int:
@@ -112,7 +130,7 @@ class WindowConfig:
     @property
     def base_part(self) -> CacheConfig:
         """The cache of the layers that see everything."""
-        return _of_layers(self.base, [il for il, w in enumerate(self.is_window) if not w])
+        return _of_layers(self.base, [not w for w in self.is_window])
 
     @property
     def window_part(self) -> CacheConfig:
@@ -123,8 +141,13 @@ class WindowConfig:
         elif not self.full_size:
             n = self.window * (self.n_seq_max + self.n_checkpoints) + self.n_ubatch
             n_ctx = min(n_ctx, -(-n // PAD) * PAD)
-        layers = [il for il, w in enumerate(self.is_window) if w]
-        return _of_layers(self.base, layers, n_ctx=n_ctx, window=self.window, window_kind=self.kind)
+        return _of_layers(
+            self.base,
+            self.is_window,
+            n_ctx=n_ctx,
+            window=self.window,
+            window_kind=self.kind,
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class HybridConfig:
         object.__setattr__(self, "is_recurrent", _flags(self.is_recurrent, "is_recurrent"))
         a = self.attention.base if isinstance(self.attention, WindowConfig) else self.attention
         object.__setattr__(self, "recurrent", replace(self.recurrent, shared=a.shared))
-        n_attention = a.n_layer
+        n_attention = a.n_model_layer
         for name, n, found in (
             ("attention", n_attention, self.is_recurrent.count(False)),
             ("recurrent", self.recurrent.n_layer, self.is_recurrent.count(True)),

@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from kvnumba.config_fields import per_layer, put_choice, put_count, put_flag, put_type
+from kvnumba.config_fields import (
+    checked_layer_map,
+    per_layer,
+    put_choice,
+    put_count,
+    put_flag,
+    put_type,
+)
 from kvnumba.dtypes import ElementType, kv_type
 from kvnumba.errors import ConfigError
-from kvnumba.rope_config import RopeConfig
+from kvnumba.rope_config import RopeConfig, ropes_from
 
 __all__ = [
     "MAX_LAYER",
@@ -27,6 +34,7 @@ __all__ = [
 PLACEMENTS = ("scatter", "ring")
 SHARED_RULES = ("move", "refuse", "copy")
 WINDOW_KINDS = ("standard", "chunked", "symmetric")
+N_POS = (1, 3, 4)
 MAX_SEQ = 1 << 16
 MAX_LAYER = 1 << 14
 
@@ -38,7 +46,7 @@ class CacheConfig:
     Attributes
     ----------
     n_layer : int
-        Layers that have K and V.
+        Layers that have K and V of their own.
     n_ctx : int
         Cells that may be in use at once.
     n_head_kv, head_dim : int or sequence of int
@@ -64,13 +72,22 @@ class CacheConfig:
     flash_attn : bool
         Only the reference's padding depends on it: 256 cells with, 32 without.
     can_shift : bool
-        False for models whose K must not be rotated after the fact.
+        False for models whose K must not be rotated after the fact, and with `n_pos` above 1.
     window : int
         Positions that a token sees, its own included; cells that nobody will see again are used
         anew. 0: all, and no cell is used anew.
     window_kind : {"standard", "chunked", "symmetric"}
         A token at p1 sees p0 if ``p1 - p0 < window``, if ``p0 >= p1 // window * window``, or if
         ``|p1 - p0| <= window // 2`` (llama-hparams.h).
+    v_in_k : int
+        Leading values of each K head that serve as V where a layer stores K alone (the latent
+        rows of MLA); 0: such layers cannot be attended to here.
+    layer_map : sequence of int or None, optional
+        For each layer of the model the layer here whose K and V it reads; several may name one,
+        which the first of them writes. None or -1: it has none here. Default: each its own.
+    n_pos : {1, 3, 4}
+        Positions per token. Above 1 (M-RoPE) a token has t, y and x, of which t is its position;
+        tokens of text have the same in all.
 
     Raises
     ------
@@ -97,13 +114,16 @@ class CacheConfig:
     can_shift: bool = True
     window: int = 0
     window_kind: str = "standard"
+    v_in_k: int = 0
+    layer_map: tuple[int, ...] | None = None
+    n_pos: int = 1
     _ropes: tuple[RopeConfig | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_ctx", "n_seq_max", "n_batch", "n_ubatch"):
             put_count(self, name, 1)
-        put_count(self, "n_spare", 0)
-        put_count(self, "window", 0)
+        for name in ("n_spare", "window", "v_in_k"):
+            put_count(self, name, 0)
         for name in ("v_trans", "flash_attn", "can_shift"):
             put_flag(self, name)
         put_choice(self, "placement", PLACEMENTS)
@@ -124,9 +144,22 @@ class CacheConfig:
         put(self, "head_dim", per_layer(self.head_dim, self.n_layer, "head_dim"))
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         put(self, "head_dim_v", per_layer(head_dim_v, self.n_layer, "head_dim_v", 0))
+        put(self, "layer_map", checked_layer_map(self.layer_map, self.n_layer))
         put(self, "_ropes", self._rope_per_layer())
         for il in range(self.n_layer):
             self._check_layer(il)
+        self._check_n_pos()
+
+    def _check_n_pos(self) -> None:
+        put_count(self, "n_pos", 1)
+        if self.n_pos not in N_POS:
+            raise ConfigError(f"n_pos {self.n_pos} is not one of {N_POS}")
+        if self.n_pos > 1 and self.window:
+            raise ConfigError(
+                f"window {self.window} does not go with n_pos {self.n_pos}: use one of the two"
+            )
+        if self.n_pos > 1:
+            object.__setattr__(self, "can_shift", False)
 
     def _rope_per_layer(self) -> tuple[RopeConfig | None, ...]:
         given: Any = self.rope
@@ -143,10 +176,14 @@ class CacheConfig:
 
     def _check_layer(self, il: int) -> None:
         rope = self._ropes[il]
-        if rope is not None and rope.n_rot > self.k_head_dim(il):
+        n = self.k_head_dim(il)
+        if rope is not None and rope.first + rope.n_rot > n:
             raise ConfigError(
-                f"n_rot {rope.n_rot} is larger than head_dim {self.k_head_dim(il)} of layer {il}"
+                f"n_rot {rope.n_rot} values from {rope.first} on are more than head_dim {n} of "
+                f"layer {il}"
             )
+        if not self.has_v(il) and self.v_in_k > n:
+            raise ConfigError(f"v_in_k {self.v_in_k} is more than head_dim {n} of layer {il}")
         self.k_type.row_bytes(self.n_embd_k(il))
         if not self.v_trans:
             self.v_type.row_bytes(self.n_embd_v(il))
@@ -191,6 +228,46 @@ class CacheConfig:
     def has_v(self, il: int) -> bool:
         """Return whether layer `il` stores V, and not K alone."""
         return self.v_head_dim(il) > 0
+
+    def out_head_dim(self, il: int) -> int:
+        """Return the values per head of what attention in layer `il` gives, 0 for no attention."""
+        return self.v_head_dim(il) or self.v_in_k
+
+    @property
+    def n_model_layer(self) -> int:
+        """Layers of the model, those included that read another's K and V or have none."""
+        return self.n_layer if self.layer_map is None else len(self.layer_map)
+
+    def storage_of(self, il: int) -> int:
+        """Return the layer here whose K and V layer `il` of the model reads.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such layer, or it has no K and V here.
+        """
+        is_whole = isinstance(il, (int, np.integer)) and not isinstance(il, bool)
+        if not is_whole or not 0 <= il < self.n_model_layer:
+            raise ConfigError(f"layer {il!r} is outside [0, {self.n_model_layer})")
+        storage = il if self.layer_map is None else self.layer_map[il]
+        if storage < 0:
+            raise ConfigError(f"layer {il} has no K and V in this cache: layer_map leaves it out")
+        return int(storage)
+
+    def storage_to_write(self, il: int) -> int:
+        """Return the layer here that layer `il` of the model writes.
+
+        Raises
+        ------
+        ConfigError
+            As `storage_of`; if an earlier layer writes it.
+        """
+        storage = self.storage_of(il)
+        if self.layer_map is not None and (first := self.layer_map.index(storage)) != il:
+            raise ConfigError(
+                f"layer {il} only reads the K and V of layer {first}; write them through that one"
+            )
+        return storage
 
     def rope_of(self, il: int) -> RopeConfig | None:
         """Return the rope of layer `il`; None when its K is not rotated."""
@@ -246,17 +323,5 @@ class CacheConfig:
         if missing:
             raise ConfigError(f"missing keys {sorted(missing)}")
         given = dict(values)
-        given["rope"] = _rope_from(given.get("rope"))
+        given["rope"] = ropes_from(given.get("rope"))
         return cls(**given)
-
-
-def _rope_from(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        try:
-            return RopeConfig(**value)
-        except TypeError as error:
-            raise ConfigError(f"rope: {error}") from None
-    if isinstance(value, (list, tuple)):
-        # One level only: a list within the list is refused by CacheConfig.
-        return tuple(_rope_from(v) if isinstance(v, Mapping) else v for v in value)
-    return value

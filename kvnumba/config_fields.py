@@ -93,3 +93,29 @@ def per_layer(value: Any, n_layer: int, name: str, least: int = 1) -> tuple[int,
     if len(values) != n_layer:
         raise ConfigError(f"{name} has {len(values)} entries, n_layer is {n_layer}")
     return values
+
+
+def checked_layer_map(value: Any, n_layer: int) -> tuple[int, ...] | None:
+    """Return which of `n_layer` layers each layer of the model reads; -1 for none of them.
+
+    Raises
+    ------
+    ConfigError
+        If an entry is no such layer, or a layer is named by nobody.
+    """
+    if value is None:
+        return None
+    least = f"layer_map: each entry must be one of {n_layer} layers, or -1 for none"
+    named: list[int] = []
+    for il, v in enumerate(entries(value, "layer_map")):
+        v = -1 if v is None else v
+        if is_bool(v) or not isinstance(v, (int, np.integer)) or not -1 <= v < n_layer:
+            raise ConfigError(f"{least}; that of layer {il} is {reprlib.repr(v)}")
+        named.append(int(v))
+    missing = sorted(set(range(n_layer)) - set(named))
+    if missing:
+        raise ConfigError(
+            f"layer_map names {n_layer - len(missing)} of {n_layer} layers, {missing[0]} not; "
+            "every layer that is stored must be read by one of the model"
+        )
+    return tuple(named)

@@ -251,8 +251,8 @@ class KVLayers:
         c, rope = self.config, self.config.rope_of(il)
         assert rope is not None
         shape = (c.n_kv_heads(il), c.k_head_dim(il), rope.n_rot)
-        is_neox = rope.pairing == "neox"
-        shift_rows(c.type_k, self.k[il], src, dst, delta, *shape, is_neox, self._thetas[il])
+        turn = (rope.pairing == "neox", self._thetas[il], rope.first)
+        shift_rows(c.type_k, self.k[il], src, dst, delta, *shape, *turn)
 
     def _copy_v(self, il: int, src: np.ndarray, dst: np.ndarray) -> None:
         if self.config.has_v(il):

@@ -84,6 +84,8 @@ class Reader:
 
         Parameters
         ----------
+        il : int
+            Layer of the model, see `CacheConfig.layer_map`.
         window : int, optional
             0 for none. Default: the cache's own.
         window_kind : {"standard", "chunked", "symmetric"}, optional
@@ -97,45 +99,60 @@ class Reader:
             If an option or a shape is impossible; nothing is written.
         """
         config = self._config
+        il = config.storage_of(il)
         out = self._checked(il, q, groups, out)
         _check_options(scale, soft_cap)
         window = config.window if window is None else window
         window_kind = config.window_kind if window_kind is None else window_kind
         check_window(window, window_kind, causal)
+        options = {
+            "scale": 1 / math.sqrt(config.k_head_dim(il)) if scale is None else scale,
+            "window": window,
+            "window_kind": window_kind,
+            "causal": causal,
+            "soft_cap": soft_cap,
+        }
         for rows, q_pos, cells, cell_pos in groups:
-            adjacent = isinstance(rows, slice)
-            part = out[rows] if adjacent else np.empty((len(rows), *out.shape[1:]), np.float32)
-            attend_rows(
-                config.type_k,
-                config.type_v,
-                np.ascontiguousarray(q[rows]),
-                self._layers.k[il],
-                self._layers.v[il],
-                config.n_kv_heads(il),
-                cells,
-                cell_pos,
-                q_pos,
-                part,
-                scale=1 / math.sqrt(config.k_head_dim(il)) if scale is None else scale,
-                v_trans=config.v_trans,
-                window=window,
-                window_kind=window_kind,
-                causal=causal,
-                soft_cap=soft_cap,
-                scratch=self._scratch,
+            is_direct = isinstance(rows, slice) and config.has_v(il)
+            width = config.v_head_dim(il) or config.k_head_dim(il)
+            shape = (len(q_pos), out.shape[1], width)
+            part = out[rows] if is_direct else np.empty(shape, np.float32)
+            self._attend_group(
+                il, np.ascontiguousarray(q[rows]), q_pos, cells, cell_pos, part, options
             )
-            if not adjacent:
-                out[rows] = part
+            if not is_direct:
+                out[rows] = part[:, :, : out.shape[2]]
         return out
+
+    def _attend_group(
+        self,
+        il: int,
+        q: np.ndarray,
+        q_pos: np.ndarray,
+        cells: np.ndarray,
+        cell_pos: np.ndarray,
+        out: np.ndarray,
+        options: dict[str, Any],
+    ) -> None:
+        """Attend within one sequence. Without V, whole K rows are summed in its place."""
+        c, k = self._config, self._layers.k[il]
+        kind_v, v, v_trans = c.type_k, k, False
+        if c.has_v(il):
+            kind_v, v, v_trans = c.type_v, self._layers.v[il], c.v_trans
+        attend_rows(
+            c.type_k, kind_v, q, k, v, c.n_kv_heads(il), cells, cell_pos, q_pos, out,
+            v_trans=v_trans, scratch=self._scratch, **options,
+        )  # fmt: skip
 
     def _checked(
         self, il: int, q: np.ndarray, groups: list[tuple[Any, ...]], out: np.ndarray | None
     ) -> np.ndarray:
         config = self._config
-        if not isinstance(il, (int, np.integer)) or not 0 <= il < config.n_layer:
-            raise ConfigError(f"layer {il!r} is outside [0, {config.n_layer})")
-        if not config.has_v(il):
-            raise ConfigError(f"layer {il} stores K alone (head_dim_v 0): nothing to attend to")
+        if not config.out_head_dim(il):
+            raise ConfigError(
+                f"layer {il} stores K alone (head_dim_v 0): say with v_in_k how many leading "
+                "values of each K head serve as V"
+            )
         n_head_kv, n_tokens = config.n_kv_heads(il), sum(len(g[1]) for g in groups)
         if not isinstance(q, np.ndarray) or not isinstance(out, np.ndarray | None):
             raise ShapeError("q and out must be numpy arrays")
@@ -151,7 +168,7 @@ class Reader:
                 f"q is {q.dtype} {q.shape}; float32 [{n_tokens}, multiple of {n_head_kv}, "
                 f"{config.k_head_dim(il)}] wanted"
             )
-        shape = (n_tokens, q.shape[1], config.v_head_dim(il))
+        shape = (n_tokens, q.shape[1], config.out_head_dim(il))
         if out is None:
             return np.empty(shape, np.float32)
         if out.shape != shape or out.dtype != np.float32 or not out.flags.carray:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,7 @@ class RopeConfig:
     Attributes
     ----------
     n_rot : int
-        Values of each head that are rotated, starting at its first; even. The rest is untouched.
+        Values of each head that are rotated, starting at `first`; even. The rest is untouched.
     pairing : {"normal", "neox", "none"}
         Which values form a pair: ``(2i, 2i+1)``, ``(i, i + n_rot/2)``, or no rotation at all.
     freq_base, freq_scale : float
@@ -35,6 +37,9 @@ class RopeConfig:
         Context length the model was trained with, in tokens (YaRN only).
     freq_factors : tuple of float, optional
         Divisor of each pair's frequency, length ``n_rot // 2``.
+    first : int
+        The first rotated value of each head; ``head_dim - n_rot`` where latent rows (MLA) carry
+        the rotated part at their end.
 
     Notes
     -----
@@ -52,11 +57,13 @@ class RopeConfig:
     beta_slow: float = 1.0
     n_ctx_orig: int = 0
     freq_factors: tuple[float, ...] | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         put_choice(self, "pairing", PAIRINGS)
         put_count(self, "n_rot", 0)
         put_count(self, "n_ctx_orig", 0)
+        put_count(self, "first", 0)
         if self.n_rot % 2:
             raise ConfigError(f"n_rot {self.n_rot} must be even and at least 0")
         for name in ("freq_base", "freq_scale", "attn_factor", "beta_fast", "beta_slow"):
@@ -114,3 +121,16 @@ class RopeConfig:
     def _yarn_dim(self, beta: float) -> float:
         n = self.n_ctx_orig / (2 * math.pi * beta)
         return self.n_rot * math.log(n) / (2 * math.log(self.freq_base))
+
+
+def ropes_from(value: Any) -> Any:
+    """Return what stands for ropes in a JSON file as `RopeConfig`, and anything else as it is."""
+    if isinstance(value, Mapping):
+        try:
+            return RopeConfig(**value)
+        except TypeError as error:
+            raise ConfigError(f"rope: {error}") from None
+    if isinstance(value, (list, tuple)):
+        # One level only: a list within the list is refused by CacheConfig.
+        return tuple(ropes_from(v) if isinstance(v, Mapping) else v for v in value)
+    return value

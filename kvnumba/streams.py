@@ -102,7 +102,7 @@ class StreamsCache(CompositeCache):
         self.part_names = tuple(f"stream{i}" for i in range(n))  # type: ignore[misc]
         paths = part_paths(path, self.part_names)
         self.streams = tuple(UnifiedCache(config, p) for p in paths)
-        self._set_up(config, self.streams, [(0, il) for il in range(config.n_layer)])
+        self._set_up(config, self.streams, [(0, il) for il in range(config.n_model_layer)])
 
     def stream(self, seq_id: int) -> UnifiedCache:
         """Return the stream of a sequence."""

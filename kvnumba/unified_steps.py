@@ -48,12 +48,19 @@ class UnifiedStep(Step):
         Parameters
         ----------
         il : int
+            Layer of the model, see `CacheConfig.layer_map`.
         k, v : ndarray, shapes (n_tokens, n_embd_k), (n_tokens, n_embd_v), float32
             K already rotated for the tokens' positions. Layers of K alone take no V.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such layer, or it reads the K and V of another.
         """
         self._expect("applied", "write")
         self._steps.cache._check_pending(self)
-        self._steps.cache.layers.write(il, self.cells, k, v)
+        cache = self._steps.cache
+        cache.layers.write(cache.config.storage_to_write(il), self.cells, k, v)
 
     def attend(
         self, il: int, q: np.ndarray, out: np.ndarray | None = None, **options: Any

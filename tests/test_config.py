@@ -81,6 +81,14 @@ def test_dict_round_trip_through_json():
         ({"placement": ["ring"]}, "placement"),
         ({"placement": {}}, "placement"),
         ({"shared": []}, "shared"),
+        ({"n_pos": 2}, "n_pos 2 is not one of"),
+        ({"n_pos": 5}, "n_pos"),
+        ({"n_pos": True}, "n_pos"),
+        ({"n_pos": 3.0}, "n_pos"),
+        ({"n_pos": None}, "n_pos"),
+        ({"n_pos": 3, "window": 8}, "n_pos"),
+        ({"layer_map": (0, 1, 2)}, "layer_map"),
+        ({"v_in_k": -1}, "v_in_k"),
     ],
 )
 def test_impossible_values_are_named(change, named):
@@ -124,6 +132,8 @@ def test_from_dict_names_bad_keys(values):
         {"n_rot": 8, "freq_factors": (1.0, 2.0, "3", 1.0)},
         {"n_rot": 8, "freq_factors": "1234"},
         {"n_rot": 8, "freq_factors": 1.0},
+        {"n_rot": 8, "first": -1},
+        {"n_rot": 8, "first": 2.0},
         {"n_rot": 8, "ext_factor": 1.0, "n_ctx_orig": 64, "beta_fast": 0},
         {"n_rot": 8, "ext_factor": 1.0, "n_ctx_orig": 64, "beta_slow": -1.0},
         {"n_rot": 8, "ext_factor": 1.0, "n_ctx_orig": 64, "beta_slow": 5e-324},

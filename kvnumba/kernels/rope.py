@@ -23,7 +23,7 @@ from kvnumba.kernels.jit import njit
 
 
 def shift_rows(
-    kind, k, src_cells, dst_cells, delta, n_head_kv, head_dim, n_rot, neox, theta
+    kind, k, src_cells, dst_cells, delta, n_head_kv, head_dim, n_rot, neox, theta, first=0
 ) -> None:
     """Rotate the K rows of some cells by a number of positions each.
 
@@ -39,16 +39,18 @@ def shift_rows(
     delta : ndarray of int32, shape (n,)
         Positions to move by. A row with 0 is copied bit for bit, or left alone in place.
     n_head_kv, head_dim, n_rot : int
-        The first `n_rot` values of each head are rotated, the rest is copied bit for bit.
+        `n_rot` values of each head are rotated, the rest is copied bit for bit.
     neox : bool
         Pairs are ``(i, i + n_rot/2)`` if true, else ``(2i, 2i + 1)``.
     theta : ndarray of float64, shape (n_rot // 2,)
         Angle of each pair per position, in radians.
+    first : int
+        The first of the rotated values of each head.
     """
     cos = np.empty(n_rot // 2, np.float32)
     turn = (cos, np.empty_like(cos), np.empty(n_rot, np.float32))
     _SHIFT_ROWS[kind_id(kind)](
-        k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, bool(neox), *turn
+        k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, first, bool(neox), *turn
     )
 
 
@@ -86,7 +88,7 @@ def _copy_row(to, row):
 
 @njit()
 def shift_rows_f32_kernel(
-    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, neox, cos, sin, head
+    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, first, neox, cos, sin, head
 ):
     """Rotate float32 rows; see `shift_rows`. `cos`, `sin` and ``head[n_rot]`` are scratch."""
     turned = np.int32(0)
@@ -100,12 +102,12 @@ def shift_rows_f32_kernel(
             turned = delta[j]
             _set_angles(turned, theta, cos, sin)
         for h in range(n_head_kv):
-            _rotate(row[h * head_dim : h * head_dim + head.shape[0]], neox, cos, sin)
+            _rotate(row[h * head_dim + first :][: head.shape[0]], neox, cos, sin)
 
 
 @njit()
 def shift_rows_f16_kernel(
-    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, neox, cos, sin, head
+    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, first, neox, cos, sin, head
 ):
     """Rotate f16 rows; see `shift_rows`. `cos`, `sin` and ``head[n_rot]`` are scratch."""
     turned = np.int32(0)
@@ -119,7 +121,7 @@ def shift_rows_f16_kernel(
             turned = delta[j]
             _set_angles(turned, theta, cos, sin)
         for h in range(n_head_kv):
-            stored = row[h * head_dim : h * head_dim + head.shape[0]]
+            stored = row[h * head_dim + first :][: head.shape[0]]
             for d in range(head.shape[0]):
                 head[d] = f16_to_f32(stored[d])
             _rotate(head, neox, cos, sin)
@@ -129,7 +131,7 @@ def shift_rows_f16_kernel(
 
 @njit()
 def shift_rows_bf16_kernel(
-    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, neox, cos, sin, head
+    k, src_cells, dst_cells, delta, theta, n_head_kv, head_dim, first, neox, cos, sin, head
 ):
     """Rotate bf16 rows; see `shift_rows`. `cos`, `sin` and ``head[n_rot]`` are scratch."""
     turned = np.int32(0)
@@ -143,7 +145,7 @@ def shift_rows_bf16_kernel(
             turned = delta[j]
             _set_angles(turned, theta, cos, sin)
         for h in range(n_head_kv):
-            stored = row[h * head_dim : h * head_dim + head.shape[0]]
+            stored = row[h * head_dim + first :][: head.shape[0]]
             for d in range(head.shape[0]):
                 head[d] = bf16_to_f32(stored[d])
             _rotate(head, neox, cos, sin)

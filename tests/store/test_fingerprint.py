@@ -29,6 +29,7 @@ OTHER = {
 }
 OTHER_ROPE = {
     "n_rot": 6,
+    "first": 2,
     "pairing": "neox",
     "freq_base": 500.0,
     "freq_scale": 0.5,
