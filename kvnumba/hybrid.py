@@ -9,11 +9,12 @@ import numpy as np
 
 from kvnumba.batch import Batch
 from kvnumba.cells import Cells
-from kvnumba.composite import CompositeCache
+from kvnumba.composite import CompositeCache, CompositeStep
 from kvnumba.composite_config import HybridConfig, WindowConfig
-from kvnumba.errors import PositionError
+from kvnumba.errors import PositionError, SequenceError, SharedCellError
 from kvnumba.recurrent import RecurrentCache
 from kvnumba.splitting import Ubatch
+from kvnumba.steps import Steps
 from kvnumba.unified import UnifiedCache
 from kvnumba.verbs import checked_delta, checked_divisor
 from kvnumba.window import WindowCache, part_paths
@@ -53,6 +54,26 @@ class HybridCache(CompositeCache):
 
     def _splits(self, batch: Batch, n_ubatch: int) -> Iterator[list[Ubatch]]:
         yield self.recurrent.split(batch, n_ubatch, sequential=False)
+
+    def prepare_ubatches(self, batch: Batch, ubatches: list[Ubatch]) -> Steps[CompositeStep]:
+        """Find room for a batch that was split by someone else; see `prepare`.
+
+        Raises
+        ------
+        SequenceError
+            If a token's sequences do not have the same state: they do not have the same past.
+        """
+        state_of: list[object] = self.recurrent.cells.tail.tolist()
+        for ubatch in ubatches:
+            for ids in ubatch.seq_sets:
+                if len({state_of[s] for s in ids}) > 1:
+                    raise SequenceError(
+                        f"a token belongs to sequences {ids}, which do not share a state; copy "
+                        "one to the others first"
+                    )
+                for s in ids:
+                    state_of[s] = ids, id(ubatch)
+        return super().prepare_ubatches(batch, ubatches)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Make `dst` what `src` is, in both parts; what `dst` held is dropped.
@@ -118,13 +139,26 @@ class HybridCache(CompositeCache):
         cells = self.cells
         owners = np.flatnonzero(cells.seq.any(axis=1)) if self.shares_move else [s]
         mine = cells.members(s)
+        tail = self.recurrent.cells.tail
         inside = mine[(cells.pos[mine] >= p0) & (cells.pos[mine] < p1)]
         for of in owners:
             theirs = cells.members(int(of))
             pos = cells.pos[theirs].astype(np.int64)
             moved = np.isin(theirs, inside)
             new = np.where(moved, (pos + delta) // d, pos)
-            if moved.any() and new[np.argmax(pos)] != new.max():
+            if not moved.any():
+                continue
+            if of != s and tail[of] != tail[s]:
+                raise SharedCellError(
+                    f"sequence {of} shares tokens in [{p0}, {p1}) with sequence {s}, but has a "
+                    'state of its own by now; use shared="copy" to move them for one alone'
+                )
+            if (new < 0).any() and new.max() >= 0:
+                raise PositionError(
+                    f"moving [{p0}, {p1}) would drop the first tokens of sequence {of} from the "
+                    "attention part; its state cannot forget them"
+                )
+            if new[np.argmax(pos)] != new.max():
                 raise PositionError(
                     f"moving [{p0}, {p1}) of sequence {s} would put tokens of sequence {of} behind "
                     "its last one, where the recurrent part ends; move its end as well, and give "

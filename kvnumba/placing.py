@@ -226,6 +226,7 @@ class TokenPlacing(SequenceVerbs):
             if self.config.window and sum(n_tokens) > self.placement.n_free:
                 plans = self.sliding.plan(self.placement, ubatches)
             else:
+                self.sliding.check_sight(batch)
                 plans = self.placement.plan(n_tokens)
             self.layers.reserve(max((int(s.cells.max()) + 1 for s in plans), default=0))
             return Steps(self, batch, ubatches, plans, self._version, UnifiedStep)

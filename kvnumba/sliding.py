@@ -15,6 +15,7 @@ from kvnumba.layers import KVLayers
 from kvnumba.placement import Placement, Slot
 
 if TYPE_CHECKING:
+    from kvnumba.batch import Batch
     from kvnumba.splitting import Ubatch
 
 
@@ -23,7 +24,7 @@ class Overwritten(NamedTuple):
 
     cells: Cells
     lost: np.ndarray
-    taken: np.ndarray
+    freed: np.ndarray
     rows: list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -31,8 +32,9 @@ class Sliding:
     """The window of a cache. Without one (``config.window == 0``) nothing is ever hidden.
 
     A cell may be used anew when exactly one sequence holds it and that sequence's next token does
-    not see it. Cells furthest behind go first, and a sequence whose cell goes loses what lies
-    before it too: the positions it holds stay without gaps.
+    not see it; but the last token of a sequence stays. Cells furthest behind go first, and a
+    sequence whose cell goes loses what lies before it too: the positions it holds stay without
+    gaps.
 
     Attributes
     ----------
@@ -100,13 +102,14 @@ class Sliding:
         lost_src = min(int(self.lost[src]), p1 - 1)
         lost = max(int(self.lost[dst]), lost_src if lost_src >= p0 else -1)
         last = max(self._last(dst), int(self._cells.pos_bounds(src, p0, p1)[1]))
-        self._check(dst, lost, last, f"copying [{p0}, {p1}) of sequence {src}")
+        self.check_end(dst, lost, last, f"copying [{p0}, {p1}) of sequence {src}")
         return lost
 
     def checked_move(self, seq_id: int, p0: int, p1: int, delta: int, d: int) -> np.ndarray:
         """Return `lost` as it will be after ``pos = (pos + delta) // d`` in a range.
 
-        Sequences that share moved cells move along.
+        With ``shared="move"`` sequences that share moved cells move along. What else they have lost
+        stays where it is.
 
         Raises
         ------
@@ -122,19 +125,28 @@ class Sliding:
         for s in np.flatnonzero(lost >= 0).tolist():
             mine = self._cells.members(s)
             ours = np.isin(mine, moved)
-            if not ours.any():
+            if s != seq_id and not (ours.any() and self._config.shared == "move"):
                 continue
-            if p0 <= lost[s] < p1:
-                lost[s] = max(-1, (int(lost[s]) + delta) // d)
+            mark = self.moved_mark(int(lost[s]), p0, p1, delta, d)
+            lost[s] = mark if s == seq_id else max(int(lost[s]), mark)
             new = self._cells.pos[mine].astype(np.int64)
             new[ours] = (new[ours] + delta) // d
-            self._check(s, int(lost[s]), int(new.max()), f"moving [{p0}, {p1})")
+            self.check_end(s, int(lost[s]), int(new.max()), f"moving [{p0}, {p1})")
         return lost
+
+    @staticmethod
+    def moved_mark(lost: int, p0: int, p1: int, delta: int, d: int) -> int:
+        """Return how far lost tokens may reach after a move; held cells or not, they move along."""
+        if lost < p0:
+            return lost
+        moved = (min(lost, p1 - 1) + delta) // d
+        return max(moved, lost if lost >= p1 else p0 - 1, -1)
 
     def _last(self, seq_id: int) -> int:
         return int(self._cells.pos_bounds(seq_id)[1])
 
-    def _check(self, seq_id: int, lost: int, last: int, what: str) -> None:
+    def check_end(self, seq_id: int, lost: int, last: int, what: str) -> None:
+        """Raise WindowLostError if a sequence that ends at `last` would next see what it lost."""
         if lost >= 0 and not (last >= 0 and self.hides(lost, last + 1)):
             raise WindowLostError(
                 f"window lost: after {what}, sequence {seq_id} would go on at {last + 1} and see "
@@ -151,6 +163,8 @@ class Sliding:
         ------
         NoSlotError
             If not all of it fits, hidden cells included.
+        WindowLostError
+            If a token would see what was used anew.
         """
         trial = Sliding(self._config, self._cells.copy())
         trial.lost[:] = self.lost
@@ -158,8 +172,29 @@ class Sliding:
         for ubatch in ubatches:
             slot = trial._find(ubatch.n_tokens)
             trial.place(slot, ubatch)
+            trial.check_sight(ubatch.batch)
             slots.append(slot)
         return slots
+
+    def check_sight(self, batch: Batch) -> None:
+        """Refuse tokens that would see what their sequences have lost.
+
+        Raises
+        ------
+        WindowLostError
+            If there is one.
+        """
+        if batch.pos is None or not (self.lost >= 0).any():
+            return
+        of_token = np.repeat(np.arange(batch.n_tokens), np.diff(batch.id_start))
+        lost = self.lost[batch.ids].astype(np.int64)
+        bad = np.flatnonzero((lost >= 0) & ~self.hides(lost, batch.pos[of_token].astype(np.int64)))
+        if len(bad):
+            raise WindowLostError(
+                f"window lost: a token at position {batch.pos[of_token[bad[0]]]} of sequence "
+                f"{batch.ids[bad[0]]} would see positions up to {lost[bad[0]]}, whose cells were "
+                "used anew"
+            )
 
     def _find(self, n: int) -> Slot:
         placement = Placement(self._config, self._cells)
@@ -178,7 +213,7 @@ class Sliding:
         for s in np.flatnonzero(c.seq.any(axis=1)).tolist():
             alone = c.listed(c.seq[s] & ~c.shared & ~c.pinned)
             pos, last = c.pos[alone].astype(np.int64), self._last(s)
-            hidden = self.hides(pos, last + 1)
+            hidden = self.hides(pos, last + 1) & (pos < last)
             found.append(alone[hidden])
             behind.append(last - pos[hidden])
         order = np.argsort(-np.concatenate(behind), kind="stable")
@@ -211,20 +246,22 @@ class Sliding:
     # -- undoing ------------------------------------------------------------------------------
 
     def save(self, slot: Slot, layers: KVLayers) -> Overwritten:
-        """Copy what a slot of used cells is about to replace."""
+        """Copy what a slot of used cells is about to free: later steps may fill it all."""
+        trial = Sliding(self._config, self._cells.copy())
+        trial._give_up(slot.taken)
+        freed = trial._cells.listed(self._cells.used & ~trial._cells.used)
         rows = []
         for k, v in zip(layers.k, layers.v, strict=True):
-            old_v = v[:, slot.taken] if self._config.v_trans else v[slot.taken]
-            rows.append((k[slot.taken], old_v))
-        return Overwritten(self._cells.copy(), self.lost.copy(), slot.taken, rows)
+            rows.append((k[freed], v[:, freed] if self._config.v_trans else v[freed]))
+        return Overwritten(self._cells.copy(), self.lost.copy(), freed, rows)
 
     def bring_back(self, old: Overwritten, layers: KVLayers) -> None:
         """Put back what `save` has copied, rows and metadata."""
         for il, (k, v) in enumerate(old.rows):
-            layers.k[il][old.taken] = k
+            layers.k[il][old.freed] = k
             if self._config.v_trans:
-                layers.v[il][:, old.taken] = v
+                layers.v[il][:, old.freed] = v
             else:
-                layers.v[il][old.taken] = v
+                layers.v[il][old.freed] = v
         self._cells.restore(old.cells)
         self.lost[:] = old.lost

@@ -180,27 +180,31 @@ class NaiveWindow:
 
     # -- the truth ----------------------------------------------------------------------------
 
-    def tags(self, part, seq_id):
-        """Return the position of each tag that a sequence holds in a part."""
-        return {part.cells[i].tag: part.cells[i].pos for i in part.members(seq_id)}
+    def held(self, part, seq_id):
+        """Return what a sequence holds in a part, as a set of ``(position, tag)``."""
+        return {(part.cells[i].pos, part.cells[i].tag) for i in part.members(seq_id)}
+
+    def positions(self, part, seq_id):
+        """Return the positions that a sequence holds in a part, ascending."""
+        return sorted(part.cells[i].pos for i in part.members(seq_id))
 
     def needed(self, seq_id, pos):
-        """Return the tags that a token of the sequence at `pos` sees in the window layers."""
-        held = self.tags(self.base, seq_id)
-        return {t for t, p in held.items() if p < pos and not self.window.masks(p, pos)}
+        """Return what a token of the sequence at `pos` sees of it in the window layers."""
+        held = self.held(self.base, seq_id)
+        return {(p, t) for p, t in held if p < pos and not self.window.masks(p, pos)}
 
     def can_go_on(self, seq_id, last):
         """Whether the window part has what a token after `last` sees, and `last` itself."""
-        held = self.tags(self.window, seq_id)
-        return last in held.values() and self.needed(seq_id, last + 1) <= set(held)
+        held = self.held(self.window, seq_id)
+        return last in dict(held) and self.needed(seq_id, last + 1) <= held
 
     def broken(self):
         """Return what is untrue in the window part, None when nothing is."""
         for s in range(self.n_seq_max):
-            base, window = self.tags(self.base, s), self.tags(self.window, s)
-            if any(base.get(t) != p for t, p in window.items()):
+            base = self.held(self.base, s)
+            if not self.held(self.window, s) <= base:
                 return f"sequence {s}: the window part holds what the base does not"
-            if base and not self.can_go_on(s, max(base.values())):
+            if base and not self.can_go_on(s, max(base)[0]):
                 return f"sequence {s}: its next token sees what the window part has lost"
         return None
 
@@ -214,7 +218,7 @@ class NaiveWindow:
         A real cache may then refuse more than it must: it notes up to where a sequence has lost
         cells, and not which of those positions had a token.
         """
-        held = sorted(self.tags(self.base, seq_id).values())
+        held = self.positions(self.base, seq_id)
         return any(b - a != 1 for a, b in pairwise(held))
 
     # -- asking -------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ class NaiveWindow:
         """Return the least held position from which on every held one can be cut back to."""
         self.base.check_id(seq_id)
         low = -1
-        for p in sorted(set(self.tags(self.window, seq_id).values()), reverse=True):
+        for p in reversed(self.positions(self.window, seq_id)):
             if not self.can_go_on(seq_id, p):
                 break
             low = p
@@ -297,7 +301,7 @@ class NaiveWindow:
 
         Taking the last tokens needs a window to go on from; nothing else brings anything in sight.
         """
-        held = self.tags(self.base, seq_id).values()
+        held = self.positions(self.base, seq_id)
         left = [p for p in held if not naive.in_range(p, p0, p1)]
         if not left or max(left) == max(held):
             return False
