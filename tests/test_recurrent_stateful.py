@@ -26,11 +26,22 @@ N_SEQ_MAX = st.sampled_from([4, 6, 3, 2, 1, 65, 256])
 ENDINGS = mostly(st.sampled_from(["commit"] * 4 + ["rollback", "all"]), st.just("leave"), 12)
 
 
+def some_ids(n_max):
+    """Valid sequence ids, neighbours among them: all of a few, else those at the bitmaps' ends."""
+    return [s for s in (0, 1, 2, 3, 4, 5, 62, 63, 64, 254, 255) if s < n_max]
+
+
 @st.composite
 def batches(draw, n_max, is_coupled):
-    """Return the ids of each token: a few runs, one after the other or interleaved."""
-    few = st.lists(strategies.seq_ids(n_max), min_size=1, max_size=3 if is_coupled else 1)
-    runs = draw(st.lists(few.map(lambda ids: list(dict.fromkeys(ids))), min_size=1, max_size=4))
+    """Return the ids of each token: some runs, one after the other or interleaved."""
+    ids = some_ids(n_max)
+    if is_coupled:
+        few = st.lists(st.sampled_from(ids), min_size=1, max_size=3, unique=True)
+        runs = draw(st.lists(few, min_size=1, max_size=4))
+    else:
+        runs = [[s] for s in draw(st.lists(st.sampled_from(ids), min_size=1, max_size=6))]
+    if draw(strategies.one_in(3)):
+        runs = [[s] for s in draw(st.permutations(ids))]
     lengths = draw(
         st.one_of(
             st.integers(1, 5).map(lambda n: [n] * len(runs)),
@@ -75,6 +86,9 @@ class RecurrentMachine(RuleBasedStateMachine):
     def draw_id(self, data):
         held = sorted(self.oracle.lives)
         return data.draw(strategies.ids_around(held, self.n_seq_max), label="seq_id")
+
+    def draw_valid_id(self, data):
+        return data.draw(st.sampled_from(some_ids(self.n_seq_max)), label="valid seq_id")
 
     def draw_range(self, data, s):
         """Mostly the end of what a sequence has: after one of its last tokens, and no end."""
@@ -244,9 +258,25 @@ class RecurrentMachine(RuleBasedStateMachine):
         self.agree()
         self.judged.feed(None, [[s]] * n_more)
 
+    @rule(data=st.data(), n=st.integers(1, 3), n_back=st.integers(0, 3), at_once=st.booleans())
+    def fork(self, data, n, n_back, at_once):
+        """Share a state; then one of the sharers goes back, and all go on."""
+        s = self.draw_id(data)
+        if s not in self.oracle.lives or self.cache.n_pending:
+            return
+        others = [self.draw_valid_id(data) for _ in range(n)]
+        for other in others:
+            self.judged.seq_cp(s, other, -1, -1)
+        self.judged.seq_rm(others[0], max(0, self.oracle.lives[s].last + 1 - n_back), -1)
+        self.agree()
+        ids = [[other] for other in dict.fromkeys([s, *others]) if other in self.oracle.lives]
+        for more in [ids] if at_once else [[one] for one in ids]:
+            self.judged.feed(None, more)
+            self.agree()
+
     @rule(data=st.data(), part=strategies.one_in(5))
     def seq_cp(self, data, part):
-        s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
+        s, other = self.draw_id(data), self.draw_valid_id(data)
         self.judged.seq_cp(s, other, *(self.draw_range(data, s) if part else (-1, -1)))
 
     @rule(data=st.data())
@@ -278,7 +308,7 @@ class RecurrentMachine(RuleBasedStateMachine):
         if self.cache.n_pending:
             return
         steps = self.judged.prepare([3], [[0]], 1)
-        s, other = self.draw_id(data), data.draw(strategies.seq_ids(self.n_seq_max))
+        s, other = self.draw_id(data), self.draw_valid_id(data)
         verbs = ("seq_rm", s, -1, -1), ("seq_cp", s, other, -1, -1), ("seq_keep", s), ("clear",)
         shifts = ("seq_add", s, 0, -1, 1), ("seq_div", s, 0, -1, 2)
         lives = self.oracle.lives
