@@ -105,11 +105,12 @@ class RecurrentConfig:
     def n_rows(self) -> int:
         """Rows of states, enough that none is overwritten while it may still be wanted.
 
-        Every cell keeps `depth` of them; as many are being written; and as many were kept before
-        the batch, for its rollback. Rows cost memory only once they are written.
+        Every cell keeps `depth` of them; as many are being written; as many were kept before the
+        batch, for its rollback; and as many by the last durable commit. Rows cost memory only once
+        they are written.
         """
         assert self.n_cells is not None
-        return 3 * self.depth * self.n_cells
+        return 4 * self.depth * self.n_cells
 
     @property
     def rows_config(self) -> CacheConfig:

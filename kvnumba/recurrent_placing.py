@@ -212,7 +212,17 @@ class RecurrentPlacing(RecurrentVerbs):
                 applied.step.commit()
 
     def rollback(self) -> None:
-        """Undo all pending tokens, the last ones first."""
+        """Undo all pending tokens, the last ones first.
+
+        Raises
+        ------
+        StepError
+            If a later step was committed before an earlier one: the states of one go on from the
+            other's. Roll the whole batch back then (`Steps.rollback`).
+        """
+        is_pending = [applied.is_pending for applied in self._applied]
+        if is_pending != sorted(is_pending):
+            raise StepError("a later step is committed already; roll the whole batch back")
         for applied in reversed(list(self._applied)):
             if applied.is_pending:
                 applied.step.rollback()

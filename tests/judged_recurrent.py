@@ -54,6 +54,7 @@ class JudgedStates:
         self.oracle = naive.NaiveStates(n_seq_max, n_rewind, shared)
         self.steps = []  # of the batch at work, as applied
         self.n_tokens = 0  # so far, for tokens that occur once
+        self.kept_rows = {}
 
     # -- the same calls -----------------------------------------------------------------------
 
@@ -224,6 +225,18 @@ class JudgedStates:
         taken = np.unpackbits(named.view(np.uint8), bitorder="little")
         return np.flatnonzero(taken[: self.cache.config.n_rows] == 0)
 
+    def pin(self):
+        """Pin the rows of all kept states, as a session's commit does; they must stay."""
+        pinned = self.cache.rows.pinned
+        pinned[:] = 0
+        self.cache.cells.name_rows(pinned)
+        taken = np.unpackbits(pinned.view(np.uint8), bitorder="little")
+        self.kept_rows = {int(i): self.bytes_in(i) for i in np.flatnonzero(taken)}
+
+    def bytes_in(self, i):
+        """Return a row of all layers as bytes."""
+        return b"".join(rows[i].tobytes() for rows in (*self.cache.rows.r, *self.cache.rows.s))
+
     def spoil_rows(self):
         """Fill rows that the cache would give out next with what no state is."""
         free = self.free_rows()[:40]
@@ -262,6 +275,8 @@ class JudgedStates:
             if is_pending
         ]
         assert cache.n_pending == sum(pending)
+        for i, octets in self.kept_rows.items():
+            assert self.bytes_in(i) == octets
 
     def compare_states(self, s):
         """The states of a sequence are those of its life, byte for byte."""

@@ -90,7 +90,7 @@ def main():
             if histories_before != histories:  # short histories keep the judge quick
                 cache.clear()
                 histories = [[] for _ in range(N_SEQ)]
-        if n % 5 == 4:
+        if n % 5 == 4 and any(histories):  # an empty picture would show nothing
             take_picture(cache, histories, folder / "picture.npz")
         n += 1
         if n == 10:

@@ -399,7 +399,7 @@ def test_quirk_a_placement_without_room_changes_nothing():
     cache = make(4)
     feed(cache, [1, 2], 0)
     cache.seq_cp(0, 1)
-    cache.rows.pinned[0] = np.uint64(0xFFF)  # all 12 rows
+    cache.rows.pinned[0] = np.uint64(0xFFFF)  # all 16 rows
     before = everything(cache)
     for ids in (0, 1, [[0, 1]], [3]):
         with pytest.raises(NoSlotError, match="wait for a session commit") as error:
@@ -834,15 +834,15 @@ def test_too_many_steps_ahead_are_refused_when_rows_run_out():
     cache = make(1)
     feed(cache, [1])
     steps = cache.prepare(Batch(range(8)), n_ubatch=1)
-    steps[0].apply()
-    steps[1].apply()
+    for step in steps[:3]:
+        step.apply()
     before = everything(cache)
     with pytest.raises(NoSlotError, match="commit or roll back earlier steps"):
-        steps[2].apply()
+        steps[3].apply()
     assert everything(cache) == before
-    steps[0].commit()
-    steps[1].commit()
-    steps[2].apply()
+    for step in steps[:3]:
+        step.commit()
+    steps[3].apply()
     steps.rollback()
     assert holds(cache, 0, [1])
 
@@ -995,7 +995,7 @@ def test_impossible_configurations_are_named(changes, name):
 def test_a_configuration_survives_json():
     config = RecurrentConfig(2, [3, 4], 5, 4, n_rewind=2, type_r="f16")
     assert RecurrentConfig.from_dict(config.to_dict()) == config
-    assert config.n_rows == 3 * 3 * 4
+    assert config.n_rows == 4 * 3 * 4
     assert config.bytes_per_state == (3 + 4) * 2 + 2 * 5 * 4
     with pytest.raises(ConfigError, match="missing"):
         RecurrentConfig.from_dict({"n_layer": 1})

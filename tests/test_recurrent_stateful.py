@@ -291,6 +291,30 @@ class RecurrentMachine(RuleBasedStateMachine):
         s = self.draw_id(data)
         self.judged.move("seq_div", s, *self.draw_range(data, s), d)
 
+    @rule()
+    def commit_durably(self):
+        """What is kept now is on disk from here on: however many batches follow, it stays."""
+        if not self.cache.n_pending:
+            self.judged.pin()
+
+    @rule(ending=st.sampled_from(["commit", "rollback"]))
+    def end_all_at_once(self, ending):
+        """The cache ends what is pending, in order; not when a later step is accepted already."""
+        flags = [is_pending for _, is_pending in self.oracle.applied]
+        before = self.judged.everything()
+        if ending == "rollback" and flags != sorted(flags):
+            with pytest.raises(StepError):
+                self.cache.rollback()
+            assert self.judged.everything() == before
+            return
+        getattr(self.cache, ending)()
+        for k in reversed(range(len(flags))):
+            if flags[k] and ending == "commit":
+                self.oracle.accept(k)
+            elif flags[k]:
+                self.oracle.undo_from(k)
+                self.judged.steps.pop()
+
     @rule(data=st.data(), what=st.sampled_from(["nothing", "nothing", "others", "all"]))
     def empty(self, data, what):
         if what == "others":
@@ -354,4 +378,18 @@ def test_an_empty_batch_has_no_steps(n_rewind):
     judged = JudgedStates(2, n_rewind)
     assert len(judged.prepare(None, [], 4)) == 0
     assert len(judged.prepare([], [], 4)) == 0
+    judged.compare()
+
+
+@pytest.mark.parametrize("n_rewind", [0, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_suffice_however_long_ago_the_last_durable_commit_was(n, n_rewind):
+    """Every batch can be undone as a whole, and what is on disk stays: both at once."""
+    judged, ids = JudgedStates(n, n_rewind), [[s] for s in range(n)]
+    judged.feed(None, ids * 6)
+    judged.pin()
+    for n_turns in (n_rewind + 1, 7, 1, 12):
+        steps = judged.feed(None, ids * n_turns, n * (n_rewind + 1))
+        judged.compare()
+    judged.rollback_all(steps)
     judged.compare()
