@@ -11,8 +11,10 @@ import numpy as np
 from kvnumba.batch import Batch
 from kvnumba.cells import is_whole
 from kvnumba.errors import ConfigError, SequenceError, ShapeError
+from kvnumba.extra_positions import check_sections
 
 log = logging.getLogger(__name__)
+MAX_N_POS = 4
 
 
 def checked_batch(batch: Batch | Any, n_ubatch: Any, config: Any) -> tuple[Batch, int]:
@@ -25,12 +27,13 @@ def checked_batch(batch: Batch | Any, n_ubatch: Any, config: Any) -> tuple[Batch
     n_ubatch : int or None
         None: ``config.n_ubatch``.
     config : object
-        With ``n_batch``, ``n_ubatch`` and ``n_seq_max``.
+        With ``n_batch``, ``n_ubatch`` and ``n_seq_max``, and ``n_pos`` where it keeps positions.
 
     Raises
     ------
-    ConfigError, ShapeError, SequenceError
-        If `n_ubatch` is no count, or the batch is too large or names an impossible sequence.
+    ConfigError, ShapeError, SequenceError, PositionError
+        If `n_ubatch` is no count, or the batch is too large, names an impossible sequence, or has
+        more positions per token than the cache keeps.
     """
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     n_ubatch = config.n_ubatch if n_ubatch is None else n_ubatch
@@ -48,14 +51,20 @@ def checked_batch(batch: Batch | Any, n_ubatch: Any, config: Any) -> tuple[Batch
             f"token {token}: seq_id {batch.ids[bad[0]]} is outside [0, {config.n_seq_max}); raise "
             "n_seq_max in the configuration"
         )
+    check_sections(batch.sections, getattr(config, "n_pos", MAX_N_POS))
     return batch, int(n_ubatch)
 
 
-def with_positions(batch: Batch, pos_max: Callable[[int], int]) -> Batch:
-    """Return the batch with positions: counting on, or as given, with a warning of a gap."""
+def with_positions(batch: Batch, pos_max: Callable[[int], int], n_pos: int = 1) -> Batch:
+    """Return the batch with positions: counting on, or as given, with a warning of a gap.
+
+    With several positions per token gaps are usual: what follows an image begins beyond its width
+    and height.
+    """
     if batch.pos is None:
         return batch.filled(pos_max)
-    warn_of_gap(batch, pos_max)
+    if n_pos == 1:
+        warn_of_gap(batch, pos_max)
     return batch
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvnumba.batch import MAX_POS
 from kvnumba.errors import DamagedError, PositionError, SequenceError
+from kvnumba.extra_positions import ExtraPositions
 from kvnumba.kernels import bits, slots
 from kvnumba.kernels import cells as kernels
 
@@ -42,10 +43,12 @@ class Cells:
         Cells with at least one and at least two owners; follow from `seq`.
     pinned : ndarray, shape (n_words,), uint64
         Cells that the last durable commit names: neither given out nor overwritten.
+    extra : ExtraPositions or None
+        x and y of each cell; with several positions per token only.
     """
 
-    def __init__(self, n_cells: int, n_seq_max: int):
-        self.n_cells, self.n_seq_max = n_cells, n_seq_max
+    def __init__(self, n_cells: int, n_seq_max: int, n_pos: int = 1):
+        self.n_cells, self.n_seq_max, self.n_pos = n_cells, n_seq_max, n_pos
         n_words = bits.n_words(n_cells)
         self.pos = np.full(n_words * bits.WORD_BITS, -1, np.int32)
         self.shift = np.zeros_like(self.pos)
@@ -54,6 +57,7 @@ class Cells:
         self.used = np.zeros(n_words, np.uint64)
         self.shared = np.zeros(n_words, np.uint64)
         self.pinned = np.zeros(n_words, np.uint64)
+        self.extra = ExtraPositions(self.pos) if n_pos > 1 else None
 
     @property
     def state(self) -> tuple[np.ndarray, ...]:
@@ -96,6 +100,39 @@ class Cells:
         if seq_id < 0:
             return kernels.cells_rm_kernel(*self.state, p0, p1)
         return kernels.seq_rm_kernel(*self.state, seq_id, p0, p1)
+
+    def place(
+        self,
+        where: np.ndarray,
+        pos: np.ndarray,
+        tokens: np.ndarray,
+        id_start: np.ndarray,
+        ids: np.ndarray,
+        sections: np.ndarray | None = None,
+    ) -> None:
+        """Put tokens into the empty cells `where`; arguments as in `kvnumba.batch.Batch`."""
+        kernels.place_kernel(
+            self.pos, self.token, self.seq, self.used, where, pos, tokens, id_start, ids,
+            self.shared,
+        )  # fmt: skip
+        if self.extra is not None:
+            self.extra.place(where, pos, sections)
+
+    def move(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Move what the cells `src` hold to the empty cells `dst`, and empty `src`."""
+        kernels.move_cells_kernel(*self.state, src, dst)
+        if self.extra is not None:
+            self.extra.follow(src, dst)
+
+    def split(self, seq_id: int, src: np.ndarray, dst: np.ndarray) -> None:
+        """Let a sequence leave the shared cells `src` for the empty cells `dst`."""
+        kernels.split_cells_kernel(*self.state, seq_id, src, dst)
+        if self.extra is not None:
+            self.extra.follow(src, dst)
+
+    def sections(self, cells: np.ndarray) -> np.ndarray | None:
+        """Return t, y, x of some cells, shape ``(3, n)``; None with one position per token."""
+        return None if self.extra is None else self.extra.sections(cells)
 
     def pos_bounds(self, seq_id: int, p0: int = 0, p1: int = NO_END) -> tuple[int, int]:
         """Return the least and greatest position of a sequence (-1: all) in a range, or -1, -1."""
@@ -164,7 +201,7 @@ class Cells:
 
     def copy(self) -> Cells:
         """Return a copy that shares nothing with this one."""
-        out = Cells(self.n_cells, self.n_seq_max)
+        out = Cells(self.n_cells, self.n_seq_max, self.n_pos)
         out.restore(self)
         return out
 
@@ -173,6 +210,8 @@ class Cells:
         for mine, theirs in zip(self.state, other.state, strict=True):
             mine[:] = theirs
         self.pinned[:] = other.pinned
+        if self.extra is not None and other.extra is not None:
+            self.extra.restore(other.extra)
 
     def clear(self) -> None:
         """Empty every cell."""
@@ -198,3 +237,5 @@ class Cells:
         code, cell = kernels.check_kernel(*self.state, self.n_cells)
         if code:
             raise DamagedError(f"cell {cell}: {_BROKEN[code]}")
+        if self.extra is not None:
+            self.extra.check()

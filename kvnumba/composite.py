@@ -152,7 +152,7 @@ class CompositeCache:
         batch, n = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
             self._check_none_pending()
-            batch = with_positions(batch, self.seq_pos_max)
+            batch = with_positions(batch, self.seq_pos_max, self.config.n_pos)
             error: NoSlotError | None = None
             for ubatches in self._splits(batch, n):
                 try:

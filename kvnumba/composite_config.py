@@ -118,6 +118,11 @@ class WindowConfig:
         return self.base.n_seq_max
 
     @property
+    def n_pos(self) -> int:
+        """Positions per token."""
+        return self.base.n_pos
+
+    @property
     def n_batch(self) -> int:
         """Most tokens of a batch."""
         return self.base.n_batch
@@ -198,6 +203,11 @@ class HybridConfig:
     def n_seq_max(self) -> int:
         """Sequence ids run from 0 to ``n_seq_max - 1``."""
         return self.attention.n_seq_max
+
+    @property
+    def n_pos(self) -> int:
+        """Positions per token."""
+        return self.attention.n_pos
 
     @property
     def n_batch(self) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvnumba.admission import checked_batch, with_positions
-from kvnumba.batch import Batch, checked_positions, int32_array, pack_ids
+from kvnumba.batch import Batch, int32_array, pack_ids
+from kvnumba.batch_rules import split_sections
 from kvnumba.errors import ShapeError, StepError
+from kvnumba.extra_positions import check_sections
 from kvnumba.kernels import cells as kernels
 from kvnumba.splitting import Ubatch, split_simple
 from kvnumba.status import Extent
@@ -64,7 +66,7 @@ class TokenPlacing(SequenceVerbs):
         ----------
         cells : array_like of int, shape (n_tokens,)
             Free cells, each named once, for example from `find_slot`.
-        pos : array_like of int, shape (n_tokens,)
+        pos : array_like of int, shape (n_tokens,) or (n_pos, n_tokens)
         seq_ids : int, sequence of int, or sequence of sequences of int
             As in `Batch`.
         tokens : array_like of int, shape (n_tokens,), optional
@@ -76,7 +78,8 @@ class TokenPlacing(SequenceVerbs):
             If an argument is impossible or a cell is not free.
         """
         where = int32_array(cells, "cells")
-        new_pos = checked_positions(pos, len(where))
+        new_pos, sections = split_sections(pos, len(where))
+        check_sections(sections, self.config.n_pos)
         id_start, ids = pack_ids(seq_ids, len(where))
         self._check_ids(ids)
         new_tokens = np.full(len(where), -1, np.int32)
@@ -87,21 +90,14 @@ class TokenPlacing(SequenceVerbs):
         with self.guard:
             self.placement.check_free(where)
             self.layers.reserve(int(where.max(initial=-1)) + 1)
-            self._place(where, new_pos, new_tokens, id_start, ids)
+            self.cells.place(where, new_pos, new_tokens, id_start, ids, sections)
+            if len(where):
+                self._pending.append(where)
             self._version += 1
 
     def _check_ids(self, ids: np.ndarray) -> None:
         for s in (ids.min(initial=0), ids.max(initial=0)):
             self.cells.check_seq_id(int(s))
-
-    def _place(self, where: np.ndarray, *tokens: np.ndarray) -> None:
-        c = self.cells
-        pos, token, id_start, ids = tokens
-        kernels.place_kernel(
-            c.pos, c.token, c.seq, c.used, where, pos, token, id_start, ids, c.shared
-        )
-        if len(where):
-            self._pending.append(where)
 
     def commit(self) -> None:
         """Accept all pending tokens."""
@@ -206,7 +202,7 @@ class TokenPlacing(SequenceVerbs):
         batch, n_ubatch = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
             self._check_none_pending()
-            batch = with_positions(batch, self.seq_pos_max)
+            batch = with_positions(batch, self.seq_pos_max, self.config.n_pos)
             return self.prepare_ubatches(batch, split_simple(batch, n_ubatch))
 
     def prepare_ubatches(self, batch: Batch, ubatches: list[Ubatch]) -> Steps[UnifiedStep]:

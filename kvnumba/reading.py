@@ -34,19 +34,24 @@ class Reader:
         self._buffers: list[np.ndarray] = []
         self.n_look_ups = 0
 
-    def look_up(self, pos: np.ndarray, first_ids: np.ndarray) -> list[tuple[Any, ...]]:
+    def look_up(
+        self, pos: np.ndarray, first_ids: np.ndarray, sections: np.ndarray | None = None
+    ) -> list[tuple[Any, ...]]:
         """List the cells that tokens at `pos` may see: those of their first sequence.
 
         Parameters
         ----------
         pos, first_ids : ndarray, shape (n_tokens,), int32
+        sections : ndarray, shape (n_pos, n_tokens), int32, optional
+            All positions of each token, where it has several.
 
         Returns
         -------
         groups : list of (rows, q_pos, cells, cell_pos)
             One entry per sequence: which tokens (a slice when they are adjacent), their
             positions, and all cells of the sequence, for `attend` chooses among them: one list
-            serves layers with and without a window, causal or not. Valid until the next call.
+            serves layers with and without a window, causal or not. With several positions per
+            token, numbers that compare as those do stand for both. Valid until the next call.
         """
         self.n_look_ups += 1
         groups = []
@@ -58,8 +63,12 @@ class Reader:
             n = visible_cells_kernel(
                 self._cells.seq[s], self._cells.pos, 0, MAX_POS, cells, cell_pos
             )
+            cells, cell_pos = cells[:n], cell_pos[:n]
+            if self._cells.extra is not None:
+                mine = None if sections is None else sections[:, rows]
+                q_pos, cell_pos = self._cells.extra.ranked(cells, cell_pos, q_pos, mine)
             where = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else rows
-            groups.append((where, q_pos, cells[:n], cell_pos[:n]))
+            groups.append((where, q_pos, cells, cell_pos))
         return groups
 
     def _buffer(self, g: int) -> np.ndarray:
@@ -105,6 +114,8 @@ class Reader:
         window = config.window if window is None else window
         window_kind = config.window_kind if window_kind is None else window_kind
         check_window(window, window_kind, causal)
+        if window and config.n_pos > 1:
+            raise ConfigError(f"window {window}: with n_pos {config.n_pos} there is none; use 0")
         options = {
             "scale": 1 / math.sqrt(config.k_head_dim(il)) if scale is None else scale,
             "window": window,

@@ -224,10 +224,8 @@ class Sliding:
         c, batch = self._cells, ubatch.batch
         if len(slot.taken):
             self._give_up(slot.taken)
-        kernels.place_kernel(
-            c.pos, c.token, c.seq, c.used, slot.cells, batch.pos, batch.tokens, batch.id_start,
-            batch.ids, c.shared,
-        )  # fmt: skip
+        assert batch.pos is not None
+        c.place(slot.cells, batch.pos, batch.tokens, batch.id_start, batch.ids, batch.sections)
 
     def _give_up(self, taken: np.ndarray) -> None:
         c = self._cells

@@ -13,7 +13,6 @@ from kvnumba.cells import Cells, is_whole
 from kvnumba.composite import CompositeCache, CompositeStep
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, DamagedError, NoSlotError, PositionError, SequenceError
-from kvnumba.kernels import cells as kernels
 from kvnumba.splitting import Ubatch, split_equal, split_simple
 from kvnumba.status import Extent
 from kvnumba.steps import Step, Steps
@@ -304,7 +303,7 @@ def _copy_across(here: UnifiedCache, there: UnifiedCache, src: int, dst: int) ->
     pos, token = here.cells.pos[cells], here.cells.token[cells]
     id_start = np.arange(len(cells) + 1)
     ids = np.full(len(cells), dst, np.int32)
-    kernels.place_kernel(c.pos, c.token, c.seq, c.used, new, pos, token, id_start, ids, c.shared)
+    c.place(new, pos, token, id_start, ids, here.cells.sections(cells))
     c.shift[new] = here.cells.shift[cells]
     there.sliding.lost[dst] = here.sliding.lost[src]
     there.has_shift = there.has_shift or bool(c.shift[new].any())

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvnumba import upkeep
-from kvnumba.batch import checked_positions, pack_ids
+from kvnumba.batch import pack_ids
+from kvnumba.batch_rules import split_sections
 from kvnumba.cells import Cells, is_whole
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError, DamagedError
+from kvnumba.extra_positions import check_sections
 from kvnumba.guard import Guard
 from kvnumba.layers import KVLayers
 from kvnumba.placement import Placement
@@ -62,7 +64,7 @@ class UnifiedCache(TokenPlacing):
 
     def _set_up(self, config: CacheConfig, layers: KVLayers) -> None:
         self.config, self.layers = config, layers
-        self.cells = Cells(config.n_cells, config.n_seq_max)
+        self.cells = Cells(config.n_cells, config.n_seq_max, config.n_pos)
         self.reader = Reader(config, self.cells, layers)
         self.guard = Guard()
         self.placement = Placement(config, self.cells)
@@ -202,7 +204,7 @@ class UnifiedCache(TokenPlacing):
             Layer.
         q : ndarray, shape (n_tokens, n_head, head_dim), float32
             Queries, already rotated; `n_head` is a multiple of the layer's KV heads.
-        pos : array_like of int, shape (n_tokens,)
+        pos : array_like of int, shape (n_tokens,) or (n_pos, n_tokens)
             A query sees its sequence's cells at positions up to its own.
         seq_ids : int or sequence
             As in `Batch`; each query looks through its first id.
@@ -220,10 +222,11 @@ class UnifiedCache(TokenPlacing):
         out : ndarray
             A query that sees nothing gets zeros.
         """
-        q_pos = checked_positions(pos, len(q))
+        q_pos, sections = split_sections(pos, len(q))
+        check_sections(sections, self.config.n_pos)
         id_start, ids = pack_ids(seq_ids, len(q))
         self._check_ids(ids)
-        groups = self.reader.look_up(q_pos, ids[id_start[:-1]])
+        groups = self.reader.look_up(q_pos, ids[id_start[:-1]], sections)
         if self.config.window:
             options.setdefault("window", self.config.window)
         return self.reader.attend(il, q, groups, out, **options)

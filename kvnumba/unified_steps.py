@@ -76,6 +76,7 @@ class UnifiedStep(Step):
             options.setdefault("window", cache.config.window)
         if self._looked_up != reader.n_look_ups:  # someone else has used the buffers since
             self._steps.cache._check_pending(self)
-            self._groups = reader.look_up(self.pos, self.batch.first_ids())
+            batch = self.batch
+            self._groups = reader.look_up(self.pos, batch.first_ids(), batch.sections)
             self._looked_up = reader.n_look_ups
         return reader.attend(il, q, self._groups, out, **options)

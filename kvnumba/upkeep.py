@@ -6,7 +6,6 @@ import numpy as np
 
 from kvnumba.cells import Cells
 from kvnumba.config import CacheConfig
-from kvnumba.kernels import cells as kernels
 from kvnumba.kernels.defrag import defrag_plan_kernel
 from kvnumba.layers import KVLayers
 from kvnumba.placement import Placement
@@ -27,7 +26,7 @@ def split_cells(
     dst = placement.find_any(len(src))
     layers.reserve(int(dst.max()) + 1)
     layers.copy_cells(src, dst)
-    kernels.split_cells_kernel(*cells.state, seq_id, src, dst)
+    cells.split(seq_id, src, dst)
 
 
 def apply_shift(config: CacheConfig, cells: Cells, layers: KVLayers, placement: Placement) -> int:
@@ -54,7 +53,7 @@ def apply_shift(config: CacheConfig, cells: Cells, layers: KVLayers, placement: 
         dst = _shift_targets(cells, layers, placement, src)
         layers.shift_cells(src, dst, cells.shift[src])
     moved = src != dst
-    kernels.move_cells_kernel(*cells.state, src[moved], dst[moved])
+    cells.move(src[moved], dst[moved])
     cells.shift[dst] = 0
     return len(src)
 
@@ -97,5 +96,5 @@ def apply_defrag(cells: Cells, layers: KVLayers, max_moves: int) -> int:
     src, dst, _ = plan_defrag(cells, max_moves)
     if len(src):
         layers.copy_cells(src, dst)
-        kernels.move_cells_kernel(*cells.state, src, dst)
+        cells.move(src, dst)
     return len(src)

@@ -76,6 +76,7 @@ def kq_mask(
     cell_xy : ndarray, shape (2, at least n_kv), int32, optional
         x and y of each cell, for models with several positions a token. Those of the tokens are the
         batch's third and second row of positions; where it has one row, they equal the position.
+        Default: what `cells` keeps of them.
     dtype : {"f32", "f16", "bool"}, optional
         "bool": True where a cell is seen. Default: that of `out`, or "f32".
     out : ndarray, shape (n_tokens, n_kv), modified in place, optional
@@ -102,6 +103,8 @@ def kq_mask(
     sight_bounds(pos, min(int(window), NO_LIMIT), kind, bool(causal), low, high)
     if whole_batch:
         low, high = np.minimum(low, _least_of_sequence(pos, first_ids)), np.full_like(high, NO_HIGH)
+    if cell_xy is None and cells.extra is not None:
+        cell_xy = cells.extra.xy
     cell_xy, q_xy = _coordinates(cell_xy, int(n_kv), pos, sections, causal)
     is_large = mask.size >= PARALLEL_ITEMS and len(pos) > 1
     fill = kernels.fill_mask_parallel_kernel if is_large else kernels.fill_mask_kernel

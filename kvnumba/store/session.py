@@ -109,7 +109,8 @@ class Session:
         SessionError, SessionLockedError, DiskFullError
             If the folder holds anything, is taken, or cannot be made.
         ConfigError
-            Transposed V; an unknown durability; an argument that is none of its kind.
+            Transposed V; several positions per token; an unknown durability; an argument that is
+            none of its kind.
         """
         need_linux()
         _check_durability(durability)
@@ -121,6 +122,10 @@ class Session:
             raise ConfigError("sessions store V by cell: v_trans is for caches without a path")
         if config.window:
             raise ConfigError(f"window is {config.window}: sessions hold caches without one so far")
+        if config.n_pos > 1:
+            raise ConfigError(
+                f"n_pos {config.n_pos}: sessions keep one position per token; use a cache alone"
+            )
         config = config if config.n_spare else replace(config, n_spare=config.n_ctx)
         session_id = uuid.uuid4().bytes
         meta = _meta(config, fingerprint, session_id)
