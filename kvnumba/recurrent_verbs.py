@@ -197,7 +197,7 @@ class RecurrentVerbs:
         Raises
         ------
         SequenceError, PositionError
-            If an argument is impossible, or a position would leave ``[0, 2**31 - 2]``.
+            If an argument is impossible, or a kept state would come beyond ``2**31 - 2``.
         SharedCellError
             ``shared="refuse"`` and others share the state.
         """
