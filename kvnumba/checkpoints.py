@@ -167,7 +167,7 @@ def choose_checkpoint(held: Sequence[Checkpoint], tokens: np.ndarray) -> Checkpo
 
 
 class Checkpoints:
-    """Checkpoints of the sequences of a memory.
+    """Checkpoints of a live sequence, whatever conversations it served one after the other.
 
     Parameters
     ----------

@@ -60,6 +60,7 @@ MAKERS = {
     "streams": lambda: StreamsCache(ATTENTION, (0, 0, 0, 1, 1)),
 }
 CUTS_ANYWHERE = ("unified", "copies", "fixed", "wide", "streams")
+SHIFTS = ("unified", "copies", "wide", "streams")
 
 
 def parts_of(memory):
