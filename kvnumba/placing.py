@@ -201,6 +201,8 @@ class TokenPlacing(SequenceVerbs):
         """
         batch, n_ubatch = checked_batch(batch, n_ubatch, self.config)
         with self.guard:
+            if not self.config.window:  # what can never fit is said before what may pass
+                self.placement.checked_count(batch.n_tokens)
             self._check_none_pending()
             batch = with_positions(batch, self.seq_pos_max, self.config.n_pos)
             return self.prepare_ubatches(batch, split_simple(batch, n_ubatch))
