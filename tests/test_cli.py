@@ -256,6 +256,7 @@ def test_run_refusals(capsys, golden, tiny, tmp_path):
     model = ["run", "--model", tiny]
     not_a_model = tmp_path / "x.gguf"
     not_a_model.write_bytes(b"hello")
+    mamba = ["run", "--model", golden / "models/tiny-mamba.gguf", "--tokens", "1"]
     for argv, named in [
         ([*model], "prompt"),
         ([*model, "--prompt", "hi"], "tokenizer"),
@@ -273,10 +274,23 @@ def test_run_refusals(capsys, golden, tiny, tmp_path):
         ([*model, "--file", tmp_path / "absent.txt"], "absent.txt"),
         (["run", "--model", tmp_path / "absent.gguf", "--tokens", "1"], "absent.gguf"),
         (["run", "--model", not_a_model, "--tokens", "1"], "x.gguf"),
-        (["run", "--model", golden / "models/tiny-mamba.gguf", "--tokens", "1"], "mamba"),
+        ([*mamba, "--session", tmp_path / "s"], "--session"),
+        ([*mamba, "--type-k", "f16"], "--type-k"),
+        ([*mamba, "--n-ctx", "0"], "--n-ctx"),
         ([*model, "--tokens", "1", "--session", not_a_model], "x.gguf"),
     ]:
         assert named in refused(capsys, *argv), argv
+
+
+def test_run_of_a_recurrent_model(capsys, golden):
+    model = golden / "models/tiny-mamba.gguf"
+    base = ["run", "--model", model, "--n-predict", 4]
+    out = run_json(capsys, *base, "--tokens", "1,2,3")
+    assert len(out["tokens"]) == 4
+    assert (out["n_reused"], out["n_prefilled"]) == (0, 3)
+    # Greedy decoding goes on as if what was generated had been the prompt.
+    more = run_json(capsys, *base, "--tokens", tokens_of(1, 2, 3, *out["tokens"][:2]))
+    assert more["tokens"][:2] == out["tokens"][2:]
 
 
 def test_a_refused_run_makes_and_grows_no_session(capsys, tiny, tmp_path):

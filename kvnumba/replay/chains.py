@@ -16,7 +16,9 @@ import numpy as np
 from kvnumba.batch import Batch
 from kvnumba.dtypes import kv_type
 from kvnumba.errors import ConfigError, KVCacheError, StateFormatError
+from kvnumba.recurrent import RecurrentCache
 from kvnumba.replay.report import Report
+from kvnumba.splitting import in_batch_order
 from kvnumba.unified import UnifiedCache
 
 # The reference rounds K, V and its attention inside when they are not f32.
@@ -158,18 +160,8 @@ def run_chain(
     model = Model(model_path)
     steps = chain["steps"]
     try:
-        n_tokens = sum(len(s["tokens"]) for s in steps if s["op"] == "decode")
-        ids = [s for step in steps for row in step.get("seq_ids", []) for s in row]
-        k, v = _types(chain, type_k, type_v)
-        config = model.net.config(
-            n_ctx=max(1, n_tokens),
-            n_seq_max=2 + max(ids, default=0),
-            type_k=kv_type(k).name,
-            type_v=kv_type(v).name,
-            v_trans=not chain.get("kv", {}).get("fa", True),
-        )
         out: dict[str, np.ndarray] = {}
-        with UnifiedCache(config) as cache:
+        with _cache_of(model, chain, type_k, type_v) as cache:
             for n, step in enumerate(steps):
                 logits = _do(cache, model.net, step)
                 if logits is not None:
@@ -181,15 +173,40 @@ def run_chain(
     return out
 
 
-def _do(cache: UnifiedCache, net: Any, step: dict[str, Any]) -> np.ndarray | None:
+def _cache_of(
+    model: Any, chain: dict[str, Any], type_k: str | None, type_v: str | None
+) -> UnifiedCache | RecurrentCache:
+    """Return a cache that has room for everything a chain does."""
+    steps = chain["steps"]
+    n_tokens = sum(len(s["tokens"]) for s in steps if s["op"] == "decode")
+    ids = [s for step in steps for row in step.get("seq_ids", []) for s in row]
+    n_seq_max = 2 + max(ids, default=0)
+    k, v = (kv_type(t).name for t in _types(chain, type_k, type_v))
+    if model.is_recurrent:
+        return RecurrentCache(model.net.recurrent_config(n_seq_max, type_r=k, type_s=v))
+    return UnifiedCache(
+        model.net.config(
+            n_ctx=max(1, n_tokens),
+            n_seq_max=n_seq_max,
+            type_k=k,
+            type_v=v,
+            v_trans=not chain.get("kv", {}).get("fa", True),
+        )
+    )
+
+
+def _do(cache: UnifiedCache | RecurrentCache, net: Any, step: dict[str, Any]) -> np.ndarray | None:
     op = step["op"]
     if op == "decode":
-        batch = Batch(step["tokens"], step["pos"], step["seq_ids"])
+        batch = Batch(step["tokens"], step["pos"], step["seq_ids"], outputs="all")
         if len(batch.tokens) and not 0 <= batch.tokens.min() <= batch.tokens.max() < net.n_vocab:
             raise StateFormatError(f"a token lies outside the model's vocabulary of {net.n_vocab}")
-        (part,) = cache.prepare(batch, n_ubatch=batch.n_tokens)
-        with part:
-            return net.forward(batch.tokens, part.pos, part, np.arange(batch.n_tokens))
+        rows, parts = [], cache.prepare(batch, n_ubatch=batch.n_tokens)
+        for part in parts:
+            with part:
+                tokens = part.batch.tokens
+                rows.append(net.forward(tokens, part.pos, part, np.arange(len(tokens))))
+        return in_batch_order(np.concatenate(rows), parts.ubatches)
     if op == "seq_rm":
         cache.seq_rm(step["seq_id"], step["p0"], step["p1"])
     elif op == "seq_cp":

@@ -9,12 +9,13 @@ import numba
 import numpy as np
 
 from kvnumba.config import CacheConfig
-from kvnumba.errors import ConfigError, ModelFileError, ShapeError
 from kvnumba.runner.gguf_file import GGUFFile
+from kvnumba.runner.inputs import checked_rows
 from kvnumba.runner.linear import Group, Linear, Multiplier
 from kvnumba.runner.llama_params import LlamaParams, cache_config_of, read_params
 from kvnumba.runner.ops import rms_norm, rope_tables, rotate, swiglu
-from kvnumba.runner.quants import decode, pick, read_rows
+from kvnumba.runner.quants import pick
+from kvnumba.runner.tensors import Tensors
 
 __all__ = ["LlamaModel", "StepLike", "cache_config_of"]
 
@@ -108,11 +109,11 @@ class LlamaModel:
 
     def __init__(self, file: GGUFFile):
         self.params = p = read_params(file)
-        take = _Tensors(file)
+        take = Tensors(file, {_FREQ_FACTORS})
         self.n_vocab = take.n_rows(_EMBEDDING)
         self._embedding = take.matrix(_EMBEDDING, self.n_vocab, p.n_embd)
         self._layers = [_read_layer(take, f"blk.{il}.", p) for il in range(p.n_layer)]
-        self._output_norm = take.vector("output_norm.weight", p.n_embd)
+        self._output_norm = take.values("output_norm.weight", (p.n_embd,))
         head = self._embedding
         if _HEAD in file.tensors:
             head = take.matrix(_HEAD, self.n_vocab, p.n_embd)
@@ -154,7 +155,7 @@ class LlamaModel:
         ConfigError, ShapeError
             If a token, position or row is impossible; nothing is written.
         """
-        rows = self._checked(tokens, pos, rows)
+        rows = checked_rows(tokens, pos, rows, self.n_vocab)
         self._multiply.n_threads = n_threads = numba.get_num_threads()
         p, a = self.params, self._activations(len(tokens))
         more = None
@@ -204,77 +205,22 @@ class LlamaModel:
             self._last = _Activations.of(self._memory, n, self.params)
         return self._last
 
-    def _checked(
-        self, tokens: np.ndarray, pos: np.ndarray, rows: Sequence[int] | np.ndarray | None
-    ) -> np.ndarray:
-        n = len(tokens)
-        if n == 0 or tokens.shape != (n,) or pos.shape != (n,):
-            raise ShapeError(f"tokens are {tokens.shape}, pos {pos.shape}; (n,) of each wanted")
-        if tokens.dtype.kind not in "iu" or pos.dtype.kind not in "iu":
-            raise ShapeError(f"tokens are {tokens.dtype}, pos {pos.dtype}; int32 wanted")
-        if not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
-            raise ConfigError(
-                f"tokens {tokens.min()} to {tokens.max()} are not all in the vocabulary, "
-                f"[0, {self.n_vocab})"
-            )
-        wanted = np.array([n - 1]) if rows is None else np.asarray(rows, np.int64).reshape(-1)
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < n:
-            raise ConfigError(f"rows {wanted.min()} to {wanted.max()} are not all in [0, {n})")
-        return wanted
 
-
-class _Tensors:
-    """Takes tensors out of a file, checks shapes, and remembers what was taken."""
-
-    def __init__(self, file: GGUFFile):
-        self.file, self.taken = file, {_FREQ_FACTORS}
-
-    def n_rows(self, name: str) -> int:
-        self.file.tensor_bytes(name)
-        return self.file.tensors[name].shape[0]
-
-    def matrix(self, name: str, n_out: int, n_in: int) -> Linear:
-        self._check(name, (n_out, n_in))
-        return Linear(read_rows(self.file, name))
-
-    def vector(self, name: str, n: int) -> np.ndarray:
-        self._check(name, (n,))
-        return decode(read_rows(self.file, name)).reshape(-1)
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        self.file.tensor_bytes(name)
-        found = self.file.tensors[name].shape
-        if found != shape:
-            raise ModelFileError(
-                f"{self.file.path}: tensor {name} is {list(found)}; {list(shape)} wanted"
-            )
-        self.taken.add(name)
-
-    def expect_all_used(self) -> None:
-        unused = [name for name in self.file.tensors if name not in self.taken]
-        if unused:
-            raise ModelFileError(
-                f"{self.file.path}: tensor {unused[0]} ({len(unused)} like it) is not known to "
-                "this runner (biases, experts and adapters are not done), so its results would "
-                "be wrong"
-            )
-
-
-def _read_layer(take: _Tensors, prefix: str, p: LlamaParams) -> _Layer:
+def _read_layer(take: Tensors, prefix: str, p: LlamaParams) -> _Layer:
     n_q, n_k, n_v = p.n_head * p.head_dim, p.n_head_kv * p.head_dim, p.n_head_kv * p.head_dim_v
 
     def matrix(name: str, n_out: int, n_in: int) -> Linear:
         return take.matrix(f"{prefix}{name}.weight", n_out, n_in)
 
     return _Layer(
-        attn_norm=take.vector(f"{prefix}attn_norm.weight", p.n_embd),
+        attn_norm=take.values(f"{prefix}attn_norm.weight", (p.n_embd,)),
         qkv=Group(
             matrix("attn_q", n_q, p.n_embd),
             matrix("attn_k", n_k, p.n_embd),
             matrix("attn_v", n_v, p.n_embd),
         ),
         attn_output=Group(matrix("attn_output", p.n_embd, p.n_head * p.head_dim_v)),
-        ffn_norm=take.vector(f"{prefix}ffn_norm.weight", p.n_embd),
+        ffn_norm=take.values(f"{prefix}ffn_norm.weight", (p.n_embd,)),
         gate_up=Group(matrix("ffn_gate", p.n_ff, p.n_embd), matrix("ffn_up", p.n_ff, p.n_embd)),
         ffn_down=Group(matrix("ffn_down", p.n_embd, p.n_ff)),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from kvnumba.config import CacheConfig, RopeConfig
 from kvnumba.errors import ConfigError, ModelFileError
 from kvnumba.runner.gguf_file import GGUFFile
+from kvnumba.runner.keys import Keys
 from kvnumba.runner.quants import decode, read_rows
 
 ARCHITECTURE = "llama"
@@ -96,13 +97,8 @@ def read_params(file: GGUFFile) -> LlamaParams:
     ModelFileError
         If a key is missing, impossible, or asks for something that this runner does not do.
     """
-    if file.architecture != ARCHITECTURE:
-        raise ModelFileError(
-            f"{file.path}: general.architecture is {file.architecture!r}; "
-            f"this forward pass is {ARCHITECTURE!r}"
-        )
-    keys = _Keys(file)
-    keys.refuse_what_is_not_done()
+    keys = Keys(file, ARCHITECTURE)
+    keys.refuse_what_is_not_done(_NOT_DONE)
     n_embd, n_head = keys.count("embedding_length"), keys.count("attention.head_count")
     n_head_kv = keys.count("attention.head_count_kv", n_head)
     if n_head % n_head_kv:
@@ -122,41 +118,7 @@ def read_params(file: GGUFFile) -> LlamaParams:
     )
 
 
-class _Keys:
-    """Typed look-ups of the architecture's keys."""
-
-    def __init__(self, file: GGUFFile):
-        self.file = file
-
-    def fail(self, key: str, value: Any, wanted: str) -> ModelFileError:
-        return ModelFileError(
-            f"{self.file.path}: {ARCHITECTURE}.{key} is {value!r}; {wanted} wanted"
-        )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        name = f"{ARCHITECTURE}.{key}"
-        return self.file.require(name) if default is None else self.file.get(name, default)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.fail(key, value, "a whole number of at least 1, the same for all layers,")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if not isinstance(value, (int, float)) or not np.isfinite(value) or value < 0:
-            raise self.fail(key, value, "a finite number of at least 0")
-        return float(value)
-
-    def refuse_what_is_not_done(self) -> None:
-        for key, harmless in _NOT_DONE.items():
-            value = self.get(key, harmless)
-            if np.any(np.asarray(value) != harmless):
-                raise self.fail(key, value, f"{harmless!r} (anything else is not done here)")
-
-
-def _read_rope(keys: _Keys, head_dim: int) -> RopeConfig:
+def _read_rope(keys: Keys, head_dim: int) -> RopeConfig:
     n_rot = keys.count("rope.dimension_count", head_dim)
     if n_rot > head_dim:
         raise keys.fail("rope.dimension_count", n_rot, f"at most {head_dim}, the size of a head,")
@@ -188,9 +150,9 @@ def _read_rope(keys: _Keys, head_dim: int) -> RopeConfig:
         raise ModelFileError(f"{keys.file.path}: {ARCHITECTURE}.rope: {error}") from None
 
 
-def _scaling_factor(keys: _Keys) -> float:
+def _scaling_factor(keys: Keys) -> float:
     key = "rope.scaling.factor"
-    if f"{ARCHITECTURE}.{key}" not in keys.file.keys:
+    if not keys.has(key):
         key = "rope.scale_linear"  # what files of 2023 have instead
     factor = keys.number(key, 1.0)
     if factor == 0:

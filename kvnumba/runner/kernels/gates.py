@@ -27,7 +27,7 @@ if JIT:
                 place = builder.gep(gate, [j])
                 x = simd.load(builder, KIND_F32, place, lanes)
                 y = simd.load(builder, KIND_F32, builder.gep(up, [j]), lanes)
-                simd.store(builder, builder.fmul(_emit_silu(builder, x, lanes), y), place)
+                simd.store(builder, builder.fmul(emit_silu(builder, x, lanes), y), place)
             return context.get_dummy_value()
 
         i = types.intp
@@ -41,7 +41,8 @@ else:
             gate[:] = gate / (np.float32(1) + np.exp(-gate)) * up
 
 
-def _emit_silu(builder, x, lanes):
+def emit_silu(builder, x, lanes):
+    """Emit ``x / (1 + e**-x)`` for a scalar (0 lanes) or a vector."""
     power = builder.fmul(x, simd.constant(simd.F32, -_LOG2_E, lanes))
     # exp2 takes no more than 127; x / 2**126 is as good as 0
     most = simd.constant(simd.F32, 126.0, lanes)
