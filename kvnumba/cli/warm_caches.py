@@ -113,3 +113,36 @@ def warm_recurrent(type_name: str) -> None:
         rows = np.array([0, -1], np.int32)
         states.zero_rows_kernel(cache.rows.r[0], rows)
         states.copy_states_kernel(cache.rows.r[0], rows, rows)
+
+
+def warm_masks() -> None:
+    """Make masks of every form, small and large, and row numbers."""
+    from kvnumba.batch import Batch
+    from kvnumba.cells import Cells
+    from kvnumba.masks import column_index, kq_mask, position_buckets, row_index
+
+    small, large = Cells(64, 1), Cells(1 << 13, 1)
+    for dtype in ("f32", "f16", "bool"):
+        kq_mask(small, Batch([1], [0]), 64, dtype=dtype)
+        kq_mask(large, Batch([1] * 64, range(64)), 1 << 13, dtype=dtype)
+    position_buckets(small, Batch([1], [0]), 64)
+    row_index(np.zeros(2, np.int32), 64)
+    column_index(np.zeros(2, np.int32), 64, 4)
+
+
+def warm_mamba() -> None:
+    """Run the kernels of the mamba forward pass that no other model needs."""
+    from kvnumba.runner.kernels.conv import convolve_kernel
+    from kvnumba.runner.kernels.scan import BLOCK, scan_kernel
+
+    d_inner, d_state, d_conv = 8, 4, 4
+    rows, states = np.zeros((1, d_inner), np.float32), np.zeros((1, d_state), np.float32)
+    r, s = np.zeros((1, d_inner * (d_conv - 1)), np.float32), np.zeros((1, 32), np.float32)
+    history = np.zeros((1, d_conv - 1, d_inner), np.float32)
+    weights = np.zeros((d_conv, d_inner), np.float32)
+    convolve_kernel(rows.copy(), r[None].copy(), history, r, rows, weights, rows[0], 1)
+    work, a = np.zeros((1, 2, BLOCK), np.float32), np.zeros((d_inner, d_state), np.float32)
+    scan_kernel(
+        rows.copy(), s[None].copy(), work, s, rows, rows, rows, states, states, a, rows[0], rows[0],
+        1,
+    )  # fmt: skip

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvnumba.cli.output import print_json
-from kvnumba.cli.warm_caches import warm_cache, warm_conversions, warm_recurrent, warm_session
+from kvnumba.cli.warm_caches import (
+    warm_cache,
+    warm_conversions,
+    warm_mamba,
+    warm_masks,
+    warm_recurrent,
+    warm_session,
+)
 from kvnumba.errors import ModelFileError
 
 DESCRIPTION = (
@@ -36,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
             warm_cache(type_name, v_trans)
         warm_recurrent(type_name)
     warm_conversions()
+    warm_masks()
+    warm_mamba()
     if sys.platform == "linux":
         warm_session()
     model = _model_path(args.model)
