@@ -29,7 +29,7 @@ class WindowMachine(RuleBasedStateMachine):
     shared, kind = "copy", "standard"
 
     @initialize(
-        sizes=st.sampled_from([(12, 8), (12, 4), (20, 4), (16, 8), (24, 7)]),
+        sizes=st.sampled_from([(12, 8), (12, 4), (9, 1), (20, 4), (16, 8), (24, 7)]),
         n_base=st.sampled_from([70, 40, 130]),
         v_trans=st.booleans(),
         prefilled=st.lists(st.integers(0, 5), max_size=8),
