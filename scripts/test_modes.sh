@@ -8,8 +8,11 @@ make_venv "${KVNUMBA_VENV:-.venv-test}" test
 tests=(
     tests/kernels tests/test_unified_stateful.py tests/test_unified_traces.py
     tests/test_position_cases.py tests/store/test_committed.py
+    tests/test_recurrent_stateful.py tests/test_recurrent_traces.py tests/test_window_stateful.py
+    tests/test_hybrid_stateful.py tests/test_streams_stateful.py tests/test_sliding.py
+    tests/test_memory.py tests/test_masks.py tests/test_positions_2d.py tests/test_layer_kinds.py
     tests/runner/test_quants.py tests/runner/test_linear.py
-    tests/runner/test_ops.py tests/runner/test_llama.py
+    tests/runner/test_ops.py tests/runner/test_llama.py tests/runner/test_mamba.py
 )
 
 scratch=$(mktemp -d)
