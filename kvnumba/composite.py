@@ -250,9 +250,12 @@ class CompositeCache:
         allowed = f"[0, {n})" + (" or -1 for all" if allow_all else "")
         raise SequenceError(f"seq_id {seq_id!r} is outside {allowed}; raise n_seq_max")
 
-    def _range_of(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
-        """Return the range to remove: everything, where the first part would be left empty."""
-        return p0, p1
+    def _removals(self, s: int, p0: int, p1: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what a removal asks of every part: sequence (-1: all) and range.
+
+        All sequences at once where that can be: those that share a state then still do.
+        """
+        yield s, p0, p1
 
     def refusal(self, seq_id: int, p0: int = -1, p1: int = -1) -> str | None:
         """Return why `seq_rm` would refuse, None when it would not.
@@ -263,8 +266,7 @@ class CompositeCache:
             If an argument is impossible.
         """
         s, (p0, p1) = self._check_seq_id(seq_id, allow_all=True), Cells.check_range(p0, p1)
-        for of in range(self.config.n_seq_max) if s < 0 else (s,):
-            low, high = self._range_of(of, p0, p1)
+        for of, low, high in self._removals(s, p0, p1):
             for name, part in zip(self.part_names, self.parts, strict=True):
                 reason: str | None = part.refusal(of, low, high)
                 if reason is not None:
@@ -292,8 +294,7 @@ class CompositeCache:
                 log.warning("seq_rm(%d, %d, %d) refused: %s", s, p0, p1, reason)
                 return False
             self._version += 1
-            for of in range(self.config.n_seq_max) if s < 0 else (s,):
-                low, high = self._range_of(of, p0, p1)
+            for of, low, high in self._removals(s, p0, p1):
                 for part in self.parts:
                     if not part.seq_rm(of, low, high):
                         raise DamagedError("a part refused what it had agreed to")

@@ -65,9 +65,12 @@ class WindowCache(CompositeCache):
         if len(set(batch.ids.tolist())) > 1:
             yield split_equal(batch, n_ubatch)
 
-    def _range_of(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
-        low, high = self.base.cells.pos_bounds(seq_id)
-        return Cells.check_range(-1, -1) if p0 <= low and high < p1 else (p0, p1)
+    def _removals(self, s: int, p0: int, p1: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what a removal asks of both parts: everything, where the base is left empty."""
+        for of in range(self.config.n_seq_max) if s < 0 else (s,):
+            low, high = self.base.cells.pos_bounds(of)
+            is_whole = p0 <= low and high < p1
+            yield of, *(Cells.check_range(-1, -1) if is_whole else (p0, p1))
 
     @property
     def used(self) -> int:

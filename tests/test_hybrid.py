@@ -351,3 +351,20 @@ def test_sequence_ids_at_the_edges_of_words():
     judged.call("seq_cp", 129, 63, -1, -1)
     judged.compare()
     assert [judged.cache.seq_pos_max(s) for s in (0, 63, 64, 129)] == [3, 3, 2, 3]
+
+
+def test_sharers_that_are_cut_back_at_once_still_share_their_state():
+    """One by one they would get cells of their own, and could not be moved together any more."""
+    config = RecurrentConfig(1, 2, 1, n_seq_max=2, n_rewind=2)
+    attention = CacheConfig(n_layer=1, n_ctx=16, n_head_kv=1, head_dim=2, n_seq_max=2)
+    cache = HybridCache(HybridConfig(attention, config, (False, True)))
+    for step in cache.prepare(Batch([1, 2, 3], seq_ids=[[0, 1]] * 3), 1):
+        with step:
+            step.write(0, *np.ones((2, 1, 2), np.float32))
+            step.write(1, np.ones((1, 2), np.float32), np.ones((1, 1), np.float32))
+    assert cache.seq_rm(-1, 2, -1)
+    cache.check()
+    assert cache.recurrent.used == 1
+    cache.seq_add(0, 0, -1, 3)
+    cache.check()
+    assert [cache.seq_pos_max(s) for s in (0, 1)] == [4, 4]
