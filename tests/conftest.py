@@ -15,6 +15,7 @@ settings.register_profile(
     "default", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+settings.register_profile("some", parent=settings.get_profile("ci"), max_examples=40)
 settings.register_profile("few", parent=settings.get_profile("ci"), max_examples=8)
 settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=1000)
 settings.load_profile(
