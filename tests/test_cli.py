@@ -282,6 +282,15 @@ def test_run_refusals(capsys, golden, tiny, tmp_path):
         assert named in refused(capsys, *argv), argv
 
 
+def test_plan_of_a_recurrent_model(capsys, golden):
+    model = golden / "models/tiny-mamba.gguf"
+    out = run_json(capsys, "plan", "--model", model, "--n-seq-max", 3)
+    # r is 64 x 3 and s 64 x 16 floats, in each of two layers.
+    assert out["per_sequence_bytes"] == 2 * 4 * 64 * (3 + 16)
+    assert out["total_bytes"] == 3 * out["per_sequence_bytes"]
+    assert "--n-ctx" in refused(capsys, "plan", "--model", model, "--n-ctx", 8)
+
+
 def test_run_of_a_recurrent_model(capsys, golden):
     model = golden / "models/tiny-mamba.gguf"
     base = ["run", "--model", model, "--n-predict", 4]

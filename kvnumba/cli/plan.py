@@ -12,6 +12,7 @@ from typing import Any
 from kvnumba.cli.output import human_bytes, print_json
 from kvnumba.config import CacheConfig
 from kvnumba.errors import ConfigError
+from kvnumba.recurrent_config import RecurrentConfig
 
 DESCRIPTION = (
     "Bytes per token, memory, disk, and bytes read per decoded token of a cache. --config takes a "
@@ -42,11 +43,17 @@ def run(args: argparse.Namespace) -> int:
     names = ("n_ctx", "n_seq_max", "type_k", "type_v")
     given = {k: v for k in names if (v := getattr(args, k)) is not None}
     config = _of_model(args.model, given) if args.model else _of_json(args.config, given)
-    figures = plan(config)
+    if isinstance(config, RecurrentConfig):
+        figures = plan_states(config)
+        title = f"{config.n_layer} layers, {config.n_seq_max} states, r and s {config.type_r}"
+    else:
+        figures = plan(config)
+        title = f"{config.n_layer} layers, {config.n_ctx} cells, "
+        title += f"K {config.type_k}, V {config.type_v}"
     if args.json:
         print_json(figures)
         return 0
-    print(f"{config.n_layer} layers, {config.n_ctx} cells, K {config.type_k}, V {config.type_v}")
+    print(title)
     for name, n in figures.items():
         if name.endswith("_bytes"):
             print(f"{name[:-6].replace('_', ' '):28} {human_bytes(n)}")
@@ -75,12 +82,37 @@ def plan(config: CacheConfig) -> dict[str, Any]:
     }
 
 
-def _of_model(path: str, given: dict[str, Any]) -> CacheConfig:
+def plan_states(config: RecurrentConfig) -> dict[str, Any]:
+    """Return the figures of a cache of states; they do not grow with the tokens."""
+    total = config.bytes_per_state * config.n_seq_max
+    return {
+        "n_layer": config.n_layer,
+        "n_seq_max": config.n_seq_max,
+        "n_rewind": config.n_rewind,
+        "per_token_bytes": 0,
+        "per_sequence_bytes": config.bytes_per_state,
+        "total_bytes": total * config.depth,
+        # A step is written beside the states before it, which are there until the next.
+        "ram_bytes": config.bytes_per_state * config.n_rows,
+        "read_per_decoded_token_bytes": config.bytes_per_state,
+    }
+
+
+def _of_model(path: str, given: dict[str, Any]) -> CacheConfig | RecurrentConfig:
+    from kvnumba.runner import mamba_params
     from kvnumba.runner.gguf_file import GGUFFile
     from kvnumba.runner.llama import cache_config_of
 
     with GGUFFile(path) as file:
-        return cache_config_of(file, **given)
+        if file.architecture != mamba_params.ARCHITECTURE:
+            return cache_config_of(file, **given)
+        for name in ("n_ctx", "type_k", "type_v"):
+            if name in given:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not go with this model: it is recurrent, and "
+                    "has no K and V that grow with the context"
+                )
+        return mamba_params.read_params(file).recurrent_config(**given)
 
 
 def _of_json(path: str, given: dict[str, Any]) -> CacheConfig:
