@@ -14,6 +14,12 @@ from kvnumba.errors import ConfigError
 MAX_NUMBER = float(np.finfo(np.float64).max)
 
 
+def expect(config: Any, kind: type) -> None:
+    """Raise ConfigError unless `config` is of the class that a cache is made from."""
+    if not isinstance(config, kind):
+        raise ConfigError(f"a {kind.__name__} is wanted, not {type(config).__name__}")
+
+
 def count(value: Any, name: str, least: int) -> int:
     """Return `value` as int, or raise ConfigError unless it is a whole number from `least` on."""
     if is_bool(value) or not isinstance(value, (int, np.integer)) or value < least:

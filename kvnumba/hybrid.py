@@ -11,6 +11,7 @@ from kvnumba.batch import Batch
 from kvnumba.cells import Cells
 from kvnumba.composite import CompositeCache, CompositeStep
 from kvnumba.composite_config import HybridConfig, WindowConfig
+from kvnumba.config_fields import expect
 from kvnumba.errors import PositionError, SequenceError, SharedCellError
 from kvnumba.recurrent import RecurrentCache
 from kvnumba.splitting import Ubatch
@@ -39,6 +40,7 @@ class HybridCache(CompositeCache):
     part_names = ("attention", "recurrent")
 
     def __init__(self, config: HybridConfig, path: str | os.PathLike[str] | None = None):
+        expect(config, HybridConfig)
         paths = part_paths(path, self.part_names)
         self.attention: UnifiedCache | WindowCache
         if isinstance(config.attention, WindowConfig):

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvnumba.cells import is_whole
 from kvnumba.config import MAX_SEQ
+from kvnumba.config_fields import expect
 from kvnumba.errors import ConfigError, SequenceError
 from kvnumba.guard import Guard
 from kvnumba.recurrent_cells import RecurrentCells
@@ -58,8 +59,7 @@ class RecurrentCache(RecurrentPlacing):
         path: str | os.PathLike[str] | None = None,
         rules: str = "today",
     ):
-        if not isinstance(config, RecurrentConfig):
-            raise ConfigError(f"a RecurrentConfig is wanted, not {type(config).__name__}")
+        expect(config, RecurrentConfig)
         if rules not in RULES:
             raise ConfigError(f"rules {rules!r} is not one of {RULES}")
         self.config, self.rules, self.is_seed = config, rules, rules == "seed"

@@ -12,6 +12,7 @@ from kvnumba.batch import Batch
 from kvnumba.cells import Cells, is_whole
 from kvnumba.composite import CompositeCache, CompositeStep
 from kvnumba.config import CacheConfig
+from kvnumba.config_fields import expect
 from kvnumba.errors import ConfigError, DamagedError, NoSlotError, PositionError, SequenceError
 from kvnumba.splitting import Ubatch, split_equal, split_simple
 from kvnumba.status import Extent
@@ -96,6 +97,7 @@ class StreamsCache(CompositeCache):
         stream_of: int | Sequence[int],
         path: str | os.PathLike[str] | None = None,
     ):
+        expect(config, CacheConfig)
         self.stream_of = _stream_map(stream_of, config.n_seq_max)
         n = max(self.stream_of) + 1
         self.part_names = tuple(f"stream{i}" for i in range(n))  # type: ignore[misc]

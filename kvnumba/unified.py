@@ -13,6 +13,7 @@ from kvnumba.batch import pack_ids
 from kvnumba.batch_rules import split_sections
 from kvnumba.cells import Cells, is_whole
 from kvnumba.config import CacheConfig
+from kvnumba.config_fields import expect
 from kvnumba.errors import ConfigError, DamagedError
 from kvnumba.extra_positions import check_sections
 from kvnumba.guard import Guard
@@ -53,6 +54,7 @@ class UnifiedCache(TokenPlacing):
     """
 
     def __init__(self, config: CacheConfig, path: str | os.PathLike[str] | None = None):
+        expect(config, CacheConfig)
         self._set_up(config, KVLayers(config, path))
 
     @classmethod

@@ -12,6 +12,7 @@ from kvnumba.batch import Batch
 from kvnumba.cells import Cells
 from kvnumba.composite import CompositeCache
 from kvnumba.composite_config import WindowConfig
+from kvnumba.config_fields import expect
 from kvnumba.errors import WindowLostError
 from kvnumba.files import folder_of, make_folder
 from kvnumba.splitting import Ubatch, split_equal, split_simple
@@ -51,6 +52,7 @@ class WindowCache(CompositeCache):
     part_names = ("base", "window")
 
     def __init__(self, config: WindowConfig, path: str | os.PathLike[str] | None = None):
+        expect(config, WindowConfig)
         paths = part_paths(path, self.part_names)
         self.base = UnifiedCache(config.base_part, paths[0])
         self.window = UnifiedCache(config.window_part, paths[1])

@@ -375,3 +375,18 @@ def test_every_cache_works_in_mapped_files(kind, tmp_path):
         feed(memory, 1, 1)
         assert memory.size_bytes > 0
     assert any(p.is_file() for p in (tmp_path / "cache").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (UnifiedCache, "CacheConfig"),
+        (RecurrentCache, "RecurrentConfig"),
+        (WindowCache, "WindowConfig"),
+        (HybridCache, "HybridConfig"),
+        (lambda config: StreamsCache(config, 1), "CacheConfig"),
+    ],
+)
+def test_a_cache_is_made_from_its_own_configuration(make, wanted):
+    with pytest.raises(ConfigError, match=f"a {wanted} is wanted, not dict"):
+        make({"n_layer": 1})
